@@ -1,0 +1,398 @@
+"""Configuration: one frozen value, checked at the door.
+
+Knows: every option, its default, its bounds and its help (the `Meta` beside it), and how layers
+are merged: command line over environment (`LOONGD_*`) over file over defaults.
+Does not know: argparse, files, the environment itself; callers hand in plain values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from math import isfinite
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from loongd.errors import ConfigError
+
+ENV_PREFIX = "LOONGD_"
+ENV_CONFIG = "LOONGD_CONFIG"
+ENV_ADMIN_SOCKET = "LOONGD_ADMIN_SOCKET"
+DEFAULT_FILE = "/etc/loongd/loongd.toml"
+_NO_OPTIONS = (ENV_CONFIG, ENV_ADMIN_SOCKET, f"{ENV_PREFIX}TEST_")
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every option of the daemon; keys of the file and long flags are the same words."""
+
+    # -- model
+    model: Annotated[
+        str, Meta(description="Directory of a Hugging Face checkpoint, or a .gguf file.")
+    ] = ""
+    served_model_name: Annotated[
+        str | None, Meta(description="Name clients use; default: the last part of --model.")
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        Meta(description="Where weights come from; dummy: seeded random weights from config.json."),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of weights and KV; auto: the checkpoint's own."),
+    ] = "auto"
+    max_model_len: Annotated[
+        Count | None,
+        Meta(description="Most tokens per request (128k and 1M work); default: model and pool."),
+    ] = None
+    chat_template: Annotated[
+        str | None, Meta(description="Jinja file that replaces the model's chat template.")
+    ] = None
+    seed: Annotated[int, Meta(description="Seed of dummy weights.")] = 0
+    # -- engine
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda when a GPU is there.")
+    ] = "auto"
+    instances: Annotated[
+        Count | None,
+        Meta(description="Elastic instances; default: one per GPU, or one on the CPU."),
+    ] = None
+    tensor_parallel_size: Annotated[
+        Count, Meta(description="Workers per instance; only 1 is supported.")
+    ] = 1
+    kv_pool_tokens: Annotated[
+        Count | None,
+        Meta(description="KV slots of each instance; default: what memory allows."),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="Share of GPU memory for weights, KV and work.")
+    ] = 0.9
+    policy: Annotated[Literal["fcfs"], Meta(description="Scheduling policy.")] = "fcfs"
+    max_num_seqs: Annotated[
+        Count, Meta(description="Most requests that prefill or decode at the same time.")
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        Count, Meta(description="Most short-prompt tokens that share one prefill step.")
+    ] = 8192
+    prefill_tokens_per_instance: Annotated[
+        Count,
+        Meta(description="A prompt gets one more instance for each so many tokens."),
+    ] = 512
+    default_reserve_tokens: Annotated[
+        Count,
+        Meta(description="Growth that admission counts on for a request without max_tokens."),
+    ] = 1024
+    max_num_queued_reqs: Annotated[
+        Count, Meta(description="Requests that may wait; more get 503 with Retry-After.")
+    ] = 4096
+    # -- API
+    host: Annotated[str, Meta(description="Address of the API.")] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port of the API; 0 takes a free one.")
+    ] = 8000
+    api_key: Annotated[
+        list[str], Meta(description="Keys that clients must send as Bearer; repeatable.")
+    ] = []
+    api_key_file: Annotated[
+        str | None, Meta(description="File with one key a line; # starts a comment.")
+    ] = None
+    max_body_bytes: Annotated[Count, Meta(description="Largest request body; more gets 413.")] = (
+        64 << 20
+    )
+    sse_keep_alive_interval: Annotated[
+        Seconds, Meta(description="Seconds between comments on a silent stream; 0 is off.")
+    ] = 15.0
+    # -- operation
+    runtime_dir: Annotated[
+        str | None,
+        Meta(description="Directory (0700) for sockets; default: $RUNTIME_DIRECTORY or per user."),
+    ] = None
+    cache_dir: Annotated[
+        str | None,
+        Meta(description="Directory for converted models; default: $CACHE_DIRECTORY or per user."),
+    ] = None
+    shutdown_timeout: Annotated[
+        Seconds, Meta(description="Seconds that SIGTERM waits for running requests.")
+    ] = 300.0
+    startup_timeout: Annotated[
+        Seconds, Meta(description="Seconds without progress after which a start fails.")
+    ] = 300.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line.")
+    ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="One line, or one JSON object, an event.")
+    ] = "text"
+    enable_log_requests: Annotated[
+        bool, Meta(description="Log one line for each finished request.")
+    ] = True
+
+
+# ---- options as data --------------------------------------------------------------------------
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of `Config` as the command line and the file show it.
+
+    Args:
+        name: the field, and the key of the file.
+        kind: `int`, `float`, `str`, `bool` or `list`; what an optional field holds when set.
+        default: the field's default; None when the daemon decides.
+        help: the field's description.
+        choices: the legal words of a Literal, in the order of its declaration.
+        expected: what a value must be, in words for an error.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    expected: str
+
+    @property
+    def flag(self) -> str:
+        """The long flag: `--max-model-len` for `max_model_len`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable: `LOONGD_MAX_MODEL_LEN` for `max_model_len`."""
+        return ENV_PREFIX + self.name.upper()
+
+
+def _unwrap(hint: Any) -> tuple[Any, dict[str, Any]]:
+    """The bare type of an annotation (without `| None`), and its bounds and description."""
+    bounds: dict[str, Any] = {}
+    while True:
+        if get_origin(hint) is Annotated:
+            hint, *metas = get_args(hint)
+            for meta in metas:
+                found = {k: getattr(meta, k) for k in ("gt", "ge", "le", "description")}
+                bounds.update({k: v for k, v in found.items() if v is not None})
+        elif get_origin(hint) in {Union, UnionType}:
+            hint = next(arm for arm in get_args(hint) if arm is not NoneType)
+        else:
+            return hint, bounds
+
+
+def _in_words(bare: Any, bounds: Mapping[str, Any], choices: tuple[str, ...]) -> str:
+    if choices:
+        return "expected " + " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+    if bare is bool:
+        return "expected true or false"
+    if bare is str:
+        return "expected a text"
+    if get_origin(bare) is list:
+        return "expected a list of texts"
+    words = "expected a whole number" if bare is int else "expected a number"
+    if "ge" in bounds and "le" in bounds:
+        return f"{words} from {bounds['ge']} to {bounds['le']}"
+    limits = [f"above {bounds['gt']:g}"] if "gt" in bounds else []
+    limits += [f"of at least {bounds['ge']:g}"] if "ge" in bounds else []
+    limits += [f"at most {bounds['le']:g}"] if "le" in bounds else []
+    return " ".join([words, " and ".join(limits)]).strip()
+
+
+def _options() -> dict[str, Option]:
+    hints = get_type_hints(Config, include_extras=True)
+    blank = Config()
+    found = {}
+    for name in Config.__struct_fields__:
+        bare, bounds = _unwrap(hints[name])
+        choices = get_args(bare) if get_origin(bare) is Literal else ()
+        origin = get_origin(bare)
+        found[name] = Option(
+            name=name,
+            kind="str" if origin is Literal else (origin or bare).__name__,
+            default=getattr(blank, name),
+            help=bounds["description"],
+            choices=choices,
+            expected=_in_words(bare, bounds, choices),
+        )
+    return found
+
+
+OPTIONS: Mapping[str, Option] = MappingProxyType(_options())
+
+# The first field of each part of the file and of --help.
+SECTIONS: Mapping[str, str] = MappingProxyType(
+    {"model": "Model", "device": "Engine", "host": "API", "runtime_dir": "Operation"}
+)
+
+# ---- layers -----------------------------------------------------------------------------------
+
+
+def config_file(env: Mapping[str, str], flag: str | None) -> tuple[str, bool]:
+    """The configuration file to read, and whether it must exist (it was asked for by name)."""
+    chosen = flag or env.get(ENV_CONFIG)
+    return (chosen, True) if chosen else (DEFAULT_FILE, False)
+
+
+def parse_toml(text: str, *, file_name: str) -> dict[str, Any]:
+    """The keys of a configuration file. Raises ConfigError with the line of a syntax error."""
+    try:
+        return msgspec.toml.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file_name}: not valid TOML: {error}") from error
+
+
+def merge(
+    file: Mapping[str, Any],
+    env: Mapping[str, str],
+    cli: Mapping[str, Any],
+    *,
+    file_name: str = "configuration file",
+) -> Config:
+    """One configuration from its layers: `cli` over `env` over `file` over defaults.
+
+    Args:
+        file: keys of the TOML file (from `parse_toml`).
+        env: the whole environment; only `LOONGD_*` is looked at.
+        cli: fields given on the command line, as strings or typed; absent when not given.
+        file_name: how errors call the file.
+
+    Raises:
+        ConfigError: one line that names source, key and value. Every layer is checked, also
+            where a higher one wins: a broken file is never hidden by a flag.
+    """
+    values: dict[str, Any] = {}
+    for key, value in file.items():
+        if key not in OPTIONS:
+            raise ConfigError(f"{file_name}: unknown key {key!r}{_did_you_mean(key)}")
+        values[key] = _checked(OPTIONS[key], value, f"{file_name}: {key} = {value!r}")
+    by_variable = {option.variable: option for option in OPTIONS.values()}
+    for variable in sorted(env):
+        if not variable.startswith(ENV_PREFIX) or variable.startswith(_NO_OPTIONS):
+            continue
+        if variable not in by_variable:
+            # Compared without the prefix, which would make any two variables look alike.
+            word = variable.removeprefix(ENV_PREFIX).lower()
+            raise ConfigError(
+                f"environment: unknown variable {variable}{_did_you_mean(word, variable=True)}"
+            )
+        option, text = by_variable[variable], env[variable]
+        values[option.name] = _checked(option, text, f"environment {variable}={text!r}")
+    for key, value in cli.items():
+        option = OPTIONS[key]
+        values[key] = _checked(option, value, f"{option.flag} {value!r}")
+    config = msgspec.convert(values, Config)
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError where two options contradict, or a value is legal but unsupported."""
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but only 1 is supported: "
+            "use instances to spread a model's requests over several GPUs"
+        )
+    if not config.host:
+        raise ConfigError("host is empty: name an address (0.0.0.0 for all of IPv4)")
+    if not all(key.strip() for key in config.api_key):
+        raise ConfigError("api_key holds an empty key: remove it, or the API stays open to it")
+    pool = (config.instances or 0) * (config.kv_pool_tokens or 0)
+    if pool and config.max_model_len and config.max_model_len > pool:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} tokens, but the pool holds only {pool} "
+            f"({config.instances} instances x {config.kv_pool_tokens} kv_pool_tokens)"
+        )
+
+
+def parse_size(text: str) -> int:
+    """A whole number with an optional suffix, by vLLM's rule: small is decimal, large is binary.
+
+    `128k` is 128,000 and `128K` is 131,072; `1m` is 1,000,000 and `1M` is 1,048,576; `g`, `G`
+    likewise. A fraction needs a decimal suffix (`1.5k` is 1,500). Raises ValueError otherwise.
+    """
+    match = _SIZE.fullmatch(text.strip().replace("_", ""))
+    if match is None:
+        raise ValueError(f"not a size: {text!r}")
+    number, suffix = match.groups()
+    size = Fraction(number) * _SUFFIXES[suffix]
+    if size.denominator != 1 or ("." in number and not suffix.islower()):
+        raise ValueError(f"not a whole number: {text!r}")
+    return size.numerator
+
+
+_SUFFIXES: Mapping[str, int] = MappingProxyType(
+    {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+)
+_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)")
+
+
+def _checked(option: Option, value: Any, where: str) -> Any:
+    """The value in the option's type. Raises ConfigError that starts with `where`."""
+    if isinstance(value, str):
+        value = _from_text(option, value, where)
+    try:
+        typed = msgspec.convert({option.name: value}, Config, strict=not isinstance(value, str))
+    except msgspec.ValidationError:
+        raise ConfigError(f"{where}: {option.expected}") from None
+    result = getattr(typed, option.name)
+    if isinstance(result, float) and not isfinite(result):
+        raise ConfigError(f"{where}: {option.expected}, and finite")
+    return result
+
+
+def _from_text(option: Option, text: str, where: str) -> Any:
+    match option.kind:
+        case "list":
+            return [part.strip() for part in text.split(",") if part.strip()]
+        case "int" if text.lower() != "null":
+            try:
+                return parse_size(text)
+            except ValueError:
+                raise ConfigError(f"{where}: {option.expected}") from None
+        case "bool":
+            words = {"on": True, "yes": True, "off": False, "no": False}
+            return words.get(text.lower(), text)
+        case _:
+            return text
+
+
+def _did_you_mean(word: str, *, variable: bool = False) -> str:
+    close = difflib.get_close_matches(word, OPTIONS, n=1)
+    if not close:
+        return ""
+    option = OPTIONS[close[0]]
+    return f" (did you mean {(option.variable if variable else option.name)!r}?)"
+
+
+# ---- the file ---------------------------------------------------------------------------------
+
+
+def dump_toml(config: Config) -> str:
+    """All options as commented TOML that parses back to `config` (API keys included).
+
+    An option that is not set stands as a comment, `# key =`, since TOML has no null.
+    """
+    lines = [
+        "# Configuration of loongd: every option, with its default.",
+        "#",
+        "# The command line (--max-model-len) wins over the environment (LOONGD_MAX_MODEL_LEN),",
+        "# which wins over this file. Check a change with: loongctl config check FILE",
+        "# Sizes may be texts with a suffix: k, m, g are decimal, K, M, G binary",
+        '# ("128k" is 128,000 and "128K" is 131,072).',
+    ]
+    for option in OPTIONS.values():
+        if option.name in SECTIONS:
+            rule = f"# -- {SECTIONS[option.name]} "
+            lines += ["", rule + "-" * (80 - len(rule))]
+        value = getattr(config, option.name)
+        lines += ["", f"# {option.help}"]
+        if option.choices and len(option.choices) > 1:
+            lines.append(f"# One of: {', '.join(option.choices)}.")
+        # For text, numbers, booleans and lists of texts, JSON and TOML are the same, but for
+        # the one control character that only TOML wants escaped.
+        written = msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+        lines.append(f"# {option.name} =" if value is None else f"{option.name} = {written}")
+    return "\n".join(lines) + "\n"

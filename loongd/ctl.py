@@ -1,0 +1,262 @@
+"""The command `loongctl`: ask a running daemon, or tell it to drain, over its admin socket.
+
+Knows: where the socket may be, the admin API's paths, exit codes (0 well, 1 the answer is no,
+2 wrong usage, 3 no daemon answers).
+Does not know: the engine; it imports nothing of loongd but the renderer, so that it starts at once
+and works beside a daemon that is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, NoReturn
+
+from loongd import __version__, ctl_render
+
+_TIMEOUT_S = 10.0
+_POLL_S = 0.5
+
+
+class CtlError(Exception):
+    """Ends the command with one line on stderr and an exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class UnixConnection(HTTPConnection):
+    """An HTTP connection over a unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except CtlError as error:
+        sys.stderr.write(f"loongctl: error: {error}\n")
+        return error.code
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+# ---- the socket -------------------------------------------------------------------------------
+
+
+def find_socket(args: argparse.Namespace, env: Mapping[str, str], uid: int) -> str:
+    """The admin socket: by flag, by environment, else the first of the usual places that exists.
+
+    When none of these exists, the service's own place, which an error can then name.
+    """
+    if args.socket:
+        return str(args.socket)
+    if args.runtime_dir:
+        return str(Path(args.runtime_dir, "admin.sock"))
+    if env.get("LOONGD_ADMIN_SOCKET"):
+        return env["LOONGD_ADMIN_SOCKET"]
+    if env.get("LOONGD_RUNTIME_DIR"):
+        return str(Path(env["LOONGD_RUNTIME_DIR"], "admin.sock"))
+    places = [Path("/run/loongd")]
+    if env.get("XDG_RUNTIME_DIR"):
+        places.append(Path(env["XDG_RUNTIME_DIR"], "loongd"))
+    places.append(Path(f"/tmp/loongd-{uid}"))
+    sockets = [str(place / "admin.sock") for place in places]
+    return next((path for path in sockets if os.path.exists(path)), sockets[0])
+
+
+def call(path: str, method: str, url: str) -> tuple[int, dict[str, Any]]:
+    """One request to the daemon: status and JSON. Raises CtlError 3 when it does not answer."""
+    connection = UnixConnection(path, _TIMEOUT_S)
+    try:
+        connection.request(method, url, headers={"Content-Length": "0"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    except OSError as error:
+        raise CtlError(f"no loongd answers on {path}: {_reason(error)}", 3) from error
+    except (HTTPException, ValueError) as error:
+        raise CtlError(f"what answers on {path} is not loongd: {error!r}", 3) from error
+    finally:
+        connection.close()
+
+
+def ask(args: argparse.Namespace, method: str, url: str) -> dict[str, Any]:
+    """The JSON of a good answer. Raises CtlError 1 with the daemon's words when it is an error."""
+    path = find_socket(args, os.environ, os.getuid())
+    status, body = call(path, method, url)
+    if status >= 400:
+        error = body.get("error")
+        message = error.get("message") if isinstance(error, dict) else None
+        raise CtlError(message or f"{method} {url}: HTTP {status}", 1)
+    return body
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+# ---- commands ---------------------------------------------------------------------------------
+
+
+def run_status(args: argparse.Namespace) -> int:
+    while True:
+        snapshot = ask(args, "GET", "/admin/status")
+        if args.watch is not None and sys.stdout.isatty():
+            # Home and clear to the end: no scrolling, no flicker.
+            print("\x1b[H\x1b[J", end="")
+        print(json.dumps(snapshot) if args.json else ctl_render.status(snapshot), flush=True)
+        if args.watch is None:
+            return 0
+        time.sleep(args.watch)
+
+
+def run_drain(args: argparse.Namespace) -> int:
+    answer = ask(args, "POST", "/admin/drain")
+    if not args.wait:
+        print(f"draining: {_left(answer)}")
+        return 0
+    deadline = time.monotonic() + args.wait
+    shown = None
+    while left := answer["running"] + answer["waiting"]:
+        if left != shown:
+            shown = left
+            print(f"draining: {_left(answer)}", file=sys.stderr, flush=True)
+        if time.monotonic() >= deadline:
+            raise CtlError(f"after {args.wait:g} s not empty: {_left(answer)}", 1)
+        time.sleep(_POLL_S)
+        answer = ask(args, "GET", "/admin/status")["queue"]
+    print("drained: no request is left")
+    return 0
+
+
+def run_undrain(args: argparse.Namespace) -> int:
+    answer = ask(args, "POST", "/admin/undrain")
+    print(f"admitting requests: {_left(answer)}")
+    return 0
+
+
+def run_story(args: argparse.Namespace) -> int:
+    tale = ask(args, "GET", "/admin/story/" + urllib.parse.quote(args.request, safe=""))
+    print(json.dumps(tale) if args.json else ctl_render.story(tale))
+    return 0
+
+
+def run_config_check(args: argparse.Namespace) -> int:
+    # Here and not above: msgspec and tomllib would slow down every other command.
+    from loongd import config, errors  # noqa: PLC0415
+
+    path, _ = config.config_file(os.environ, args.file)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        file = config.parse_toml(text, file_name=path)
+        settings = config.merge(file, os.environ, {}, file_name=path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CtlError(f"{path}: cannot be read: {_reason(error)}", 1) from error
+    except errors.ConfigError as error:
+        raise CtlError(str(error), 1) from error
+    if args.dump:
+        print(config.dump_toml(settings), end="")
+    else:
+        print(f"{path}: good" + ("" if settings.model else "; it names no model"))
+    return 0
+
+
+def _left(answer: Mapping[str, int]) -> str:
+    return f"{answer['running']:,} running, {answer['waiting']:,} waiting"
+
+
+# ---- arguments --------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"loongctl: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `loongctl`."""
+    parser = _Parser(
+        prog="loongctl",
+        description="Ask a running loongd, or tell it to drain.",
+        epilog="Exit codes: 0 well; 1 the answer is no; 2 wrong usage; 3 no daemon answers.",
+    )
+    parser.add_argument("--version", action="version", version=f"loongctl {__version__}")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="the daemon's admin socket (default: $LOONGD_ADMIN_SOCKET, "
+        "$LOONGD_RUNTIME_DIR/admin.sock, or where a daemon usually has it)",
+    )
+    where.add_argument(
+        "--runtime-dir", metavar="DIR", help="the daemon's --runtime-dir, which has the socket"
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    one = commands.add_parser("status", help="instances, groups, pool and queue")
+    one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
+    one.add_argument("--watch", type=_positive, metavar="SECONDS", help="again and again")
+    one.set_defaults(run=run_status)
+
+    one = commands.add_parser("drain", help="refuse new requests; accepted ones go on")
+    one.add_argument(
+        "--wait",
+        type=_positive,
+        nargs="?",
+        const=float("inf"),
+        metavar="SECONDS",
+        help="return when no request is left; exit code 1 if SECONDS pass first",
+    )
+    one.set_defaults(run=run_drain)
+
+    one = commands.add_parser("undrain", help="admit requests again")
+    one.set_defaults(run=run_undrain)
+
+    one = commands.add_parser("story", help="what happened to one request, and why")
+    one.add_argument("request", metavar="REQUEST", help="its id, from a response or the log")
+    one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
+    one.set_defaults(run=run_story)
+
+    checks = commands.add_parser("config", help="check a configuration file")
+    one = checks.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        "check", help="say whether file and environment make a configuration"
+    )
+    one.add_argument("file", metavar="FILE", nargs="?", help="default: the daemon's own")
+    one.add_argument(
+        "--dump", action="store_true", help="print every option in force, API keys included"
+    )
+    one.set_defaults(run=run_config_check)
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

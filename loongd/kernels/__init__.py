@@ -1,0 +1,1 @@
+"""Operations on tensors, with no knowledge of serving."""

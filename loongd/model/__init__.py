@@ -1,0 +1,1 @@
+"""The model: its description, weights, forward pass and sampler."""

@@ -1,0 +1,125 @@
+"""Rotary position embedding: cosines and sines for positions, of each type in `RopeSpec`.
+
+Knows: the formulas, in the same order of fp32 operations as transformers, so that results are
+equal to the bit on a CPU.
+Does not know: queries and keys (`kernels.elementwise.apply_rotary` turns those).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from loongd.model.rope_spec import RopeSpec
+from loongd.model.spec import ModelSpec
+
+
+class Rotary:
+    """Angles of one model. Stateless after construction, unlike the reference for `dynamic`,
+    whose frequencies depend on the longest sequence seen: here each token names its own."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._rope = spec.rope
+        self._head_dim = spec.head_dim
+        self._max_positions = spec.max_position_embeddings
+        # computed on the CPU so that every device gets the same bits
+        self._inv_freq = _inv_freq(spec.rope, spec.head_dim).to(device)
+        self._scale = _attention_factor(spec.rope)
+
+    def cos_sin(
+        self, positions_T: torch.Tensor, lengths_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, fp32, both (T, H); the second half repeats the first.
+
+        Args:
+            positions_T: position of each token in its request.
+            lengths_T: length of each token's request at this step, the token included; only
+                `dynamic` looks at it.
+        """
+        inv_freq = self._inv_freq
+        if self._rope.type == "dynamic":
+            inv_freq = self._dynamic_inv_freq(lengths_T)
+        angles = positions_T[:, None].float() * inv_freq
+        angles_TH = torch.cat((angles, angles), dim=-1)
+        cos_TH, sin_TH = angles_TH.cos(), angles_TH.sin()
+        if self._scale == 1.0:
+            return cos_TH, sin_TH
+        return cos_TH * self._scale, sin_TH * self._scale
+
+    def _dynamic_inv_freq(self, lengths_T: torch.Tensor) -> torch.Tensor:
+        """NTK scaling, (T, H/2): beyond the trained length L the base grows to
+        theta * (factor * length / L - (factor - 1)) ** (H / (H - 2))."""
+        factor, limit, dim = self._rope.factor, self._max_positions, self._head_dim
+        stretch_T = (factor * lengths_T.clamp(min=limit) / limit) - (factor - 1)
+        base_T = self._rope.theta * stretch_T ** (dim / (dim - 2))
+        scaled = 1.0 / (base_T[:, None] ** _exponents(dim).to(lengths_T.device))
+        return torch.where(lengths_T[:, None] > limit, scaled, self._inv_freq)
+
+
+def _exponents(dim: int) -> torch.Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32) / dim
+
+
+def _inv_freq(rope: RopeSpec, dim: int) -> torch.Tensor:
+    """Inverse frequencies, fp32, (H/2,)."""
+    base: torch.Tensor = rope.theta ** _exponents(dim)
+    if rope.type == "linear":
+        return (1.0 / base) / rope.factor
+    if rope.type == "llama3":
+        return _llama3(1.0 / base, rope)
+    if rope.type == "yarn":
+        return _yarn(base, rope, dim)
+    return 1.0 / base
+
+
+def _llama3(inv_freq: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    original = rope.original_max_position_embeddings
+    assert original is not None
+    low_freq_wavelen = original / rope.low_freq_factor
+    high_freq_wavelen = original / rope.high_freq_factor
+    wavelen = 2 * math.pi / inv_freq
+    scaled = torch.where(wavelen > low_freq_wavelen, inv_freq / rope.factor, inv_freq)
+    smooth = (original / wavelen - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    smoothed = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    medium = (wavelen >= high_freq_wavelen) & (wavelen <= low_freq_wavelen)
+    return torch.where(medium, smoothed, scaled)
+
+
+def _yarn(base: torch.Tensor, rope: RopeSpec, dim: int) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071): a ramp over dimensions from extrapolation to interpolation."""
+    low = _yarn_dimension(rope.beta_fast, rope, dim)
+    high = _yarn_dimension(rope.beta_slow, rope, dim)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # as the reference does: the ramp must not divide by zero
+    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    extrapolated = 1 - ramp
+    return (1.0 / (rope.factor * base)) * (1 - extrapolated) + (1.0 / base) * extrapolated
+
+
+def _yarn_dimension(num_rotations: float, rope: RopeSpec, dim: int) -> float:
+    """The dimension that turns `num_rotations` times within the original context."""
+    original = rope.original_max_position_embeddings
+    assert original is not None
+    return (dim * math.log(original / (num_rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+
+def _attention_factor(rope: RopeSpec) -> float:
+    """What YaRN multiplies cosines and sines with."""
+    if rope.type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,1 @@
+"""From token streams to text, and from text to server-sent events."""

@@ -1,0 +1,52 @@
+"""Elastic instances and the steps they run.
+
+Knows: which instances there are, how many slots each has, the step each takes part in, and whose
+turn it is there. Does not know: who uses the slots (`sched.pool`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loongd.sched.plan import DecodePlan, PrefillPlan
+from loongd.sched.request import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A step in flight; its members are busy until it ends."""
+
+    plan: PrefillPlan | DecodePlan
+    requests: tuple[Request, ...]
+    started_s: float
+
+    @property
+    def step_id(self) -> int:
+        return self.plan.step_id
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.plan.members
+
+    @property
+    def is_prefill(self) -> bool:
+        return isinstance(self.plan, PrefillPlan)
+
+
+@dataclass(slots=True, eq=False)
+class InstanceView:
+    """One instance. A lost one stays known (`alive` false), for it is expected back.
+
+    `owes_decode` is set when it starts a prefill and cleared when requests whose KV it holds
+    start a decode step: until then they have the turn, and no other prefill starts there.
+    """
+
+    instance: int
+    slots: int
+    alive: bool = True
+    step: Step | None = None
+    owes_decode: bool = False
+
+    @property
+    def idle(self) -> bool:
+        return self.alive and self.step is None

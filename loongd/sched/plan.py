@@ -1,0 +1,72 @@
+"""Plans: what a group must do in one step, as frozen values.
+
+Knows: lengths, instances, segments. Does not know: token ids (the manager has them) or slot
+numbers (the workers have them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillItem:
+    """New prompt tokens of one request, dealt over the group in stripes.
+
+    `keep` is the placement: consecutive runs `(instance, tokens)` in position order that sum to
+    `num_tokens`. `cached` are segments of older tokens, `holders` the members that hold any of
+    them. `samples` says whether a token is drawn at the end (false for all but the last chunk).
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    segment: int
+    keep: tuple[tuple[int, int], ...]
+    cached: tuple[int, ...] = ()
+    holders: tuple[int, ...] = ()
+    samples: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeItem:
+    """The newest token of one request: `master` computes it and keeps its KV in `segment`."""
+
+    request_id: str
+    position: int
+    master: int
+    segment: int
+    cached: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """One prefill step of a group; `members` in ring order, dop = len(members)."""
+
+    step_id: int
+    members: tuple[int, ...]
+    items: tuple[PrefillItem, ...]
+
+    @property
+    def dop(self) -> int:
+        return len(self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """One decode step of a group: every item one token."""
+
+    step_id: int
+    members: tuple[int, ...]
+    items: tuple[DecodeItem, ...]
+
+    @property
+    def dop(self) -> int:
+        return len(self.members)
+
+    @property
+    def masters(self) -> tuple[int, ...]:
+        """The members that are master of at least one request, in group order."""
+        used = {item.master for item in self.items}
+        return tuple(m for m in self.members if m in used)

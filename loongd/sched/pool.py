@@ -1,0 +1,84 @@
+"""The unified KV pool, counted: how many slots of each instance each segment uses.
+
+Knows: counts. Does not know: slot numbers (the workers have them) or requests.
+Invariant: used + free == total on each instance, and used is the sum over the segments.
+"""
+
+from __future__ import annotations
+
+
+class SlotPool:
+    """Slots of all alive instances and the segments that lie in them."""
+
+    def __init__(self) -> None:
+        self._total: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._segments: dict[int, dict[int, int]] = {}
+
+    def add_instance(self, instance: int, slots: int) -> None:
+        """A new, empty instance."""
+        assert instance not in self._total, f"instance {instance} is in the pool already"
+        self._total[instance] = slots
+        self._used[instance] = 0
+
+    def remove_instance(self, instance: int) -> None:
+        """Forget an instance; its segments must have been freed."""
+        assert self._used[instance] == 0, f"instance {instance} still holds KV"
+        del self._total[instance], self._used[instance]
+
+    def allocate(self, segment: int, instance: int, num_slots: int) -> None:
+        """Charge `num_slots` of `instance` to `segment`.
+
+        Raises AssertionError when it has fewer free slots.
+        """
+        free = self.free_slots(instance)
+        assert 0 < num_slots <= free, f"{num_slots} slots of instance {instance}, {free} free"
+        counts = self._segments.setdefault(segment, {})
+        counts[instance] = counts.get(instance, 0) + num_slots
+        self._used[instance] += num_slots
+
+    def free_segment(self, segment: int) -> tuple[int, ...]:
+        """Free all slots of a segment; the instances that held any, ascending."""
+        counts = self._segments.pop(segment)
+        for instance, num_slots in counts.items():
+            self._used[instance] -= num_slots
+        return tuple(sorted(counts))
+
+    def counts(self, segment: int) -> dict[int, int]:
+        """Slots of a segment by instance (a copy)."""
+        return dict(self._segments[segment])
+
+    def free_slots(self, instance: int) -> int:
+        return self._total[instance] - self._used[instance]
+
+    def used_slots(self, instance: int) -> int:
+        return self._used[instance]
+
+    def free_by_instance(self) -> dict[int, int]:
+        """Free slots of every instance, in ascending order of instances (a copy)."""
+        return {i: self._total[i] - self._used[i] for i in sorted(self._total)}
+
+    @property
+    def total(self) -> int:
+        return sum(self._total.values())
+
+    @property
+    def used(self) -> int:
+        return sum(self._used.values())
+
+    @property
+    def segments(self) -> frozenset[int]:
+        """Ids of all live segments."""
+        return frozenset(self._segments)
+
+    def check(self) -> None:
+        """Raises AssertionError when the counts contradict each other."""
+        sums = dict.fromkeys(self._total, 0)
+        for segment, counts in self._segments.items():
+            assert counts, f"segment {segment} is empty"
+            for instance, num_slots in counts.items():
+                assert num_slots > 0, f"segment {segment} on {instance}: {num_slots}"
+                sums[instance] += num_slots
+        assert sums == self._used, f"segments use {sums}, counted {self._used}"
+        for instance, used in self._used.items():
+            assert 0 <= used <= self._total[instance], f"instance {instance} uses {used}"

@@ -1,0 +1,117 @@
+"""One request as the scheduler sees it: lengths, phase, where its KV is.
+
+Knows: what may follow what (`LEGAL`), and every length that derives from the three numbers a
+request really has (prompt, generated, limit).
+Does not know: token ids, slots of other requests, why it is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+
+class Phase(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+LEGAL: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
+    {
+        Phase.WAITING: frozenset({Phase.PREFILL, Phase.ENDED}),
+        Phase.PREFILL: frozenset({Phase.DECODE, Phase.WAITING, Phase.ENDED}),
+        Phase.DECODE: frozenset({Phase.WAITING, Phase.ENDED}),
+        Phase.ENDED: frozenset(),
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one accepted request.
+
+    Args:
+        order: arrival number; smaller is older.
+        segments: ids of the segments with its KV, in position order.
+        open_segment: the last of `segments` once decode has begun; new tokens join it.
+        holders: instances with any token of the request, ascending.
+        master: the instance that kept its newest token, or will keep the next one.
+        wanted: a busy instance whose free slot the next token waits for.
+        step_id: the step that it takes part in now.
+        last_step_id: the step that it took part in last; 0 before the first.
+        num_losses: running steps that it lost because an instance died.
+    """
+
+    request_id: str
+    order: int
+    prompt_tokens: int
+    max_tokens: int
+    reserve_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    phase: Phase = Phase.WAITING
+    num_generated: int = 0
+    segments: list[int] = field(default_factory=list)
+    open_segment: int | None = None
+    holders: tuple[int, ...] = ()
+    master: int | None = None
+    wanted: int | None = None
+    step_id: int | None = None
+    last_step_id: int = 0
+    num_losses: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens: what a (new) prefill must compute."""
+        return self.prompt_tokens + self.num_generated
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV has slots. The newest generated one gets its slot in its decode step."""
+        match self.phase:
+            case Phase.WAITING:
+                return 0
+            case Phase.DECODE if self.step_id is None:
+                return self.num_tokens - 1
+            case _:
+                return self.num_tokens
+
+    @property
+    def limit_tokens(self) -> int:
+        """The most tokens that the request may ever have."""
+        return self.prompt_tokens + self.max_tokens
+
+    @property
+    def committed_tokens(self) -> int:
+        """Slots that admission counts for it: its reserved growth, or one more than it has."""
+        return max(self.prompt_tokens + self.reserve_tokens, self.num_tokens + 1)
+
+    @property
+    def growth_tokens(self) -> int:
+        """Slots of its reservation that it has yet to use, once all of `num_tokens` is kept."""
+        return max(0, self.prompt_tokens + self.reserve_tokens - self.num_tokens)
+
+    def move(self, phase: Phase) -> None:
+        """Enter `phase`. Raises AssertionError when that is not legal from the present one."""
+        assert phase in LEGAL[self.phase], f"{self.request_id}: {self.phase} -> {phase}"
+        self.phase = phase
+
+    def stops_at(self, token: int) -> str | None:
+        """The finish reason if the newest generated token, `token`, is the last one."""
+        if token in self.stop_token_ids and self.num_generated >= self.min_tokens:
+            return "stop"
+        return "length" if self.num_generated >= self.max_tokens else None
+
+    def forget_kv(self) -> list[int]:
+        """Drop all KV; the ids of the segments to free."""
+        segments, self.segments = self.segments, []
+        self.open_segment = self.master = self.wanted = self.step_id = None
+        self.holders = ()
+        return segments

@@ -1,0 +1,164 @@
+"""Which decode groups step now, with which masters, and when they scale up or preempt.
+
+LoongServe section 4.3: adding an instance to a decode group moves no KV; the newcomer is simply
+master of some requests from now on. When no instance at all has a free slot, the request that
+loses the least work gives its slots back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loongd.sched.components import Component
+from loongd.sched.draft import Draft
+from loongd.sched.policy import Preempt, StartDecode, View
+from loongd.sched.request import Phase, Request
+from loongd.sched.words import name_instances, plural
+
+# From about this batch size on, the linear layers of one master are bound by compute.
+SPREAD_THRESHOLD = 128
+
+
+@dataclass(slots=True)
+class _Group:
+    """A decode step in the making."""
+
+    instances: list[int]
+    quota: int | None
+    items: list[tuple[Request, int]] = field(default_factory=list)
+    load: dict[int, int] = field(default_factory=dict)
+    joined: list[int] = field(default_factory=list)
+    num_left_out: int = 0
+
+
+class Scaling:
+    """One round: fills `wanted` and `preempt`."""
+
+    def __init__(self, view: View, draft: Draft) -> None:
+        self.wanted: list[tuple[Request, int]] = []
+        self.preempt: Preempt | None = None
+        self._view = view
+        self._draft = draft
+        self._held = set(draft.hold.instances) if draft.hold else set()
+        self._starved: Request | None = None
+
+    def run(self) -> list[StartDecode]:
+        """All decode steps that start now, longest waiting first."""
+        steps: list[StartDecode] = []
+        components = sorted(
+            self._draft.components,
+            key=lambda c: (min(r.last_step_id for r in c.requests), c.instances),
+        )
+        decoding: set[int] = {i for i in self._draft.free if self._draft.runs_decode(i)}
+        for component in components:
+            if self._may_step(component):
+                group = self._assign(component, decoding)
+                if group.items:
+                    step = self._finish(group, component)
+                    steps.append(step)
+                    decoding.update(step.members)
+                    self._draft.idle -= set(step.members)
+        # A decode step that runs will soon free slots, or leave more requests to choose from.
+        if self._starved is not None and not decoding:
+            self._choose_victim(self._starved)
+        return steps
+
+    def _may_step(self, component: Component) -> bool:
+        if not self._draft.idle.issuperset(component.instances):
+            return False
+        return self._held.isdisjoint(component.instances) or self._draft.owes_decode(component)
+
+    def _assign(self, component: Component, decoding: set[int]) -> _Group:
+        """Give each request a master with a free slot; those without one are left out."""
+        batch = sorted(component.requests, key=lambda r: (r.last_step_id, r.order))
+        batch = batch[: self._view.limits.max_num_seqs]
+        free = self._draft.free
+        possible = [i for i in component.instances if free[i] > 0]
+        spread = len(batch) > SPREAD_THRESHOLD and len(possible) > 1
+        quota = -(-len(batch) // len(possible)) if spread else None
+        group = _Group(list(component.instances), quota)
+        for request in batch:
+            master = self._choose_master(request, group)
+            if master is None:
+                group.num_left_out += 1
+                self._wait_for_slot(request, decoding)
+                continue
+            free[master] -= 1
+            group.load[master] = group.load.get(master, 0) + 1
+            group.items.append((request, master))
+        return group
+
+    def _choose_master(self, request: Request, group: _Group) -> int | None:
+        """Its last master, another holder, another member, or (scale-up) one more instance."""
+        free, last = self._draft.free, request.master
+        if group.quota is not None:
+            open_to = [i for i in group.instances if free[i] > 0]
+            if last in open_to and group.load.get(last, 0) < group.quota:
+                return last
+            return min(open_to, key=lambda i: (group.load.get(i, 0), i), default=None) or (
+                self._scale_up(group) if not open_to else open_to[0]
+            )
+        if last is not None and free[last] > 0 and last in group.instances:
+            return last
+        for choices in (request.holders, group.instances):
+            best = min(choices, key=lambda i: (-free[i], i))
+            if free[best] > 0:
+                return best
+        return self._scale_up(group)
+
+    def _scale_up(self, group: _Group) -> int | None:
+        """An idle instance outside the component; one without its own or held work if possible."""
+        draft = self._draft
+        choices = [i for i in draft.idle if draft.free[i] > 0 and i not in group.instances]
+        if not choices:
+            return None
+        best = min(
+            choices, key=lambda i: (i in self._held, i in draft.component_of, -draft.free[i], i)
+        )
+        group.instances.append(best)
+        group.joined.append(best)
+        return best
+
+    def _wait_for_slot(self, request: Request, decoding: set[int]) -> None:
+        """Remember a busy instance with a free slot, or that the pool is full."""
+        draft = self._draft
+        if request.wanted is not None and draft.free.get(request.wanted, 0) > 0:
+            self.wanted.append((request, request.wanted))
+            return
+        busy = [i for i in draft.free if draft.free[i] > 0]
+        if busy:
+            best = min(busy, key=lambda i: (i not in decoding, -draft.free[i], i))
+            self.wanted.append((request, best))
+        elif self._starved is None:
+            self._starved = request
+
+    def _choose_victim(self, starved: Request) -> None:
+        victims = [
+            r
+            for r in self._view.running.values()
+            if r.phase is Phase.DECODE and r.step_id is None
+        ]
+        victim = min(victims, key=lambda r: (r.kv_tokens, -r.order))
+        self.preempt = Preempt(
+            victim,
+            f"preempt {victim.request_id}: all {self._draft.total_slots:,} slots of the pool are "
+            f"used and {starved.request_id} needs one; of {plural(len(victims), 'request')} it "
+            f"loses the least work, {victim.kv_tokens:,} tokens",
+        )
+
+    def _finish(self, group: _Group, component: Component) -> StartDecode:
+        holders = {i for request, _ in group.items for i in request.holders}
+        members = tuple(sorted(holders | set(group.load)))
+        masters = ", ".join(f"{i} ({n})" for i, n in sorted(group.load.items()))
+        reason = (
+            f"decode {plural(len(group.items), 'request')} on {name_instances(members)}; "
+            f"masters {masters}"
+        )
+        if group.joined:
+            reason += (
+                f"; {name_instances(group.joined)} joined, for "
+                f"{name_instances(component.instances)} ran out of slots"
+            )
+        if group.num_left_out:
+            reason += f"; {plural(group.num_left_out, 'request')} left out for want of a slot"
+        return StartDecode(members, tuple(group.items), tuple(sorted(group.joined)), reason)

@@ -1,0 +1,94 @@
+"""Stories: what happened to each request, in sentences with numbers.
+
+Knows: entries, the merging of equal decode steps, and how much to remember.
+Does not know: how a story is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+MAX_ENDED_STORIES = 1000
+# A story longer than this loses its oldest entries after the first few.
+MAX_ENTRIES = 256
+NUM_FIRST_ENTRIES = 8
+
+
+@dataclass(slots=True)
+class StoryEntry:
+    """One event, or a run of decode steps with the same group and masters.
+
+    Args:
+        at_s: when it happened, or the first step began; seconds of the events' clock.
+        event: arrived, prefill, decode, preempted, lost, finished, cancelled or failed.
+        text: one sentence.
+        group: members of the step's group; dop is their number.
+        masters: members that are master of any request of the step.
+        kept: where the request's KV was put by a prefill, instance to tokens.
+        num_steps: finished steps in this entry.
+        num_tokens: tokens computed in them for this request.
+        duration_s: time that they took.
+    """
+
+    at_s: float
+    event: str
+    text: str
+    group: tuple[int, ...] = ()
+    masters: tuple[int, ...] = ()
+    kept: Mapping[int, int] = field(default_factory=dict)
+    num_steps: int = 0
+    num_tokens: int = 0
+    duration_s: float = 0.0
+
+    @property
+    def dop(self) -> int:
+        return len(self.group)
+
+
+class StoryBook:
+    """Stories of all live requests and of the last `MAX_ENDED_STORIES` ended ones."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, list[StoryEntry]] = {}
+        self._ended: dict[str, list[StoryEntry]] = {}
+
+    def begin(self, request_id: str, entry: StoryEntry) -> None:
+        self._live[request_id] = [entry]
+
+    def add(self, request_id: str, entry: StoryEntry) -> None:
+        """One more entry of a live request."""
+        entries = self._live[request_id]
+        if len(entries) >= MAX_ENTRIES:
+            del entries[NUM_FIRST_ENTRIES]
+        entries.append(entry)
+
+    def begin_decode(self, request_id: str, entry: StoryEntry) -> None:
+        """A decode step begins: a new entry, unless the last one has this group and masters."""
+        last = self._live[request_id][-1]
+        same = last.event == "decode" and last.group == entry.group
+        if not same or last.masters != entry.masters:
+            self.add(request_id, entry)
+
+    def step_done(self, request_id: str, *, num_tokens: int, elapsed_s: float) -> None:
+        """The step of the last entry is finished."""
+        last = self._live[request_id][-1]
+        last.num_steps += 1
+        last.num_tokens += num_tokens
+        last.duration_s += elapsed_s
+
+    def end(self, request_id: str, entry: StoryEntry) -> None:
+        """The last entry of a request."""
+        self.add(request_id, entry)
+        self._ended[request_id] = self._live.pop(request_id)
+        if len(self._ended) > MAX_ENDED_STORIES:
+            del self._ended[next(iter(self._ended))]
+
+    def get(self, request_id: str) -> tuple[StoryEntry, ...] | None:
+        """A copy of a story, oldest entry first; None when unknown."""
+        entries = self._live.get(request_id) or self._ended.get(request_id)
+        return None if entries is None else tuple(replace(entry) for entry in entries)
+
+    @property
+    def live(self) -> frozenset[str]:
+        return frozenset(self._live)

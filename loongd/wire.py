@@ -1,0 +1,231 @@
+"""Every message between the daemon and its workers, and their one codec.
+
+Knows: the shape of each message. Two unions, `ToWorker` and `ToDaemon`; each message is a tagged
+array in MessagePack, so a wrong or unknown field is refused at decoding, by name.
+Does not know: sockets, tensors, time. Token ids travel as bytes (little-endian int32): a
+500,000-token prompt decodes in 0.05 ms as bytes, in 17.6 ms as a list.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+import msgspec
+
+
+class _Message(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+): ...
+
+
+def pack_tokens(tokens: array[int] | list[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    packed = tokens if isinstance(tokens, array) else array("i", tokens)
+    if sys.byteorder != "little":
+        packed = array("i", packed)
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> array[int]:
+    """The inverse of `pack_tokens`."""
+    tokens = array("i")
+    tokens.frombytes(data)
+    if sys.byteorder != "little":
+        tokens.byteswap()
+    return tokens
+
+
+class Sampling(_Message):
+    """How the next token of one request is drawn. Stateless: the same fields give the same token.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` and the position of the
+    token select the random number, so neither the batch nor the master matters. `history` holds
+    prompt and generated ids when a penalty is on (else empty), of which `num_prompt_tokens` are
+    prompt. `banned` ids cannot be drawn (end-of-sequence before `min_tokens`). `num_logprobs`
+    None asks for no log-probabilities, k for the chosen token's and the k best.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    history: bytes = b""
+    num_prompt_tokens: int = 0
+    banned: list[int] = []
+    bias: list[tuple[int, float]] = []
+    num_logprobs: int | None = None
+
+
+class Extend(_Message):
+    """One request's part of a step: new tokens over KV that exists (DESIGN: the extend operation).
+
+    Args:
+        request_id: names the request in results and errors.
+        tokens: ids of the new tokens, packed.
+        start: position of the first new token.
+        master: the instance that computes and stores all new tokens (decode); None deals token
+            `i` to `members[i mod dop]` (striped prefill).
+        segment: id of the segment that the new tokens' KV joins.
+        keep: for a striped request, which instance keeps how many of the new tokens, as
+            consecutive runs in position order; the counts sum to the number of new tokens.
+        cached: ids of the segments with the request's older tokens, in position order.
+        holders: the members that hold any older token, in group order.
+        sampling: how to draw the token after the last new one; None draws none.
+    """
+
+    request_id: str
+    tokens: bytes
+    start: int
+    master: int | None
+    segment: int
+    keep: list[tuple[int, int]]
+    cached: list[int]
+    holders: list[int]
+    sampling: Sampling | None
+
+
+class Sampled(_Message):
+    """The token drawn for a request; `top_ids` (int32) and `top_logprobs` (float32) as bytes."""
+
+    request_id: str
+    token: int
+    logprob: float | None = None
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+# ---- daemon to worker -------------------------------------------------------------------------
+
+
+class Start(_Message, tag=1):
+    """Become instance `rank` of `world_size`; sent once, after `Hello`."""
+
+    rank: int
+    world_size: int
+    epoch: int
+    rendezvous: str
+    model_dir: str
+    load_format: str
+    dtype: str
+    device: str
+    cores: list[int]
+    kv_pool_tokens: int | None
+    gpu_memory_utilization: float
+    max_step_tokens: int
+    seed: int
+
+
+class RunStep(_Message, tag=2):
+    """Run one step of a group. All members get the same message; refused if `epoch` is old."""
+
+    step_id: int
+    epoch: int
+    members: list[int]
+    batch: list[Extend]
+
+
+class FreeSegments(_Message, tag=3):
+    """Forget these segments and free their slots. Unknown ids are ignored."""
+
+    segments: list[int]
+
+
+class AuditRequest(_Message, tag=4):
+    """Ask for the worker's own account of its slots."""
+
+
+class Stop(_Message, tag=5):
+    """Finish the message in hand and exit 0."""
+
+
+ToWorker = Start | RunStep | FreeSegments | AuditRequest | Stop
+
+# ---- worker to daemon -------------------------------------------------------------------------
+
+
+class Hello(_Message, tag=1):
+    """First words of a worker: it runs and waits for `Start`."""
+
+    instance: int
+    pid: int
+
+
+class Progress(_Message, tag=2):
+    """How far start-up is; `fraction` of the stage, 0 to 1."""
+
+    instance: int
+    stage: str
+    fraction: float
+
+
+class Ready(_Message, tag=3):
+    """Start-up is over; `pool_tokens` slots are free."""
+
+    instance: int
+    pool_tokens: int
+    kv_bytes_per_token: int
+    weights_bytes: int
+    device_name: str
+    attention_backend: str
+
+
+class StepDone(_Message, tag=4):
+    """One member's part of a step is finished. `elapsed_s` is its wall time."""
+
+    instance: int
+    step_id: int
+    elapsed_s: float
+    sampled: list[Sampled]
+
+
+class StepFailed(_Message, tag=5):
+    """A step could not run on this member; its requests fail, the worker goes on."""
+
+    instance: int
+    step_id: int
+    message: str
+
+
+class Audit(_Message, tag=6):
+    """Slots as the worker counts them: `free + used == total`."""
+
+    instance: int
+    total: int
+    used: int
+    free: int
+    num_segments: int
+
+
+class Fatal(_Message, tag=7):
+    """Last words of a worker that cannot go on; one line for a person."""
+
+    instance: int
+    message: str
+
+
+ToDaemon = Hello | Progress | Ready | StepDone | StepFailed | Audit | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_daemon = msgspec.msgpack.Decoder(ToDaemon)
+
+
+def encode(message: ToWorker | ToDaemon) -> bytes:
+    """One message as MessagePack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """A message for a worker. Raises msgspec.ValidationError naming the wrong field."""
+    return _to_worker.decode(data)
+
+
+def decode_to_daemon(data: bytes) -> ToDaemon:
+    """A message for the daemon. Raises msgspec.ValidationError naming the wrong field."""
+    return _to_daemon.decode(data)

@@ -1,0 +1,198 @@
+"""Elastic attention: one layer's attention of a step, over the group.
+
+Knows: the ring with proactive retention for new tokens, partial attention over cached tokens
+wherever they lie, and the merge. One object serves all layers of one step.
+Does not know: how the model makes q, k, v, or why the plan is as it is.
+
+Order per layer: queries leave; own new K/V is stored; ring blocks pass (the next block travels
+while this one is used); own pool; others' queries are answered; answers come back and are merged
+in group order. Merging in that fixed order in float32 makes the result independent of arrival.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loongd.kernels.attention import AttentionBackend, windowed_attention
+from loongd.kernels.merge import merge_state_
+from loongd.worker.comm import Pending, Transport
+from loongd.worker.kvcache import KvCache
+from loongd.worker.layout import Keep, PoolPart, RingStep, Rows, StepLayout
+
+
+class _State:
+    """Running result of all query rows: float32 output and log-sum-exp."""
+
+    def __init__(self, q_TNH: Tensor) -> None:
+        self._like = q_TNH
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+        if len(out) == 0:
+            return
+        if self._out is None or self._lse is None:
+            if len(out) == len(self._like):
+                self._out, self._lse = out, lse
+                return
+            device = self._like.device
+            self._out = torch.zeros(self._like.shape, dtype=torch.float32, device=device)
+            self._lse = torch.full(self._like.shape[:2], -torch.inf, device=device)
+        if isinstance(rows, slice):
+            merge_state_(self._out[rows], self._lse[rows], out, lse)
+        else:
+            part, part_lse = self._out[rows], self._lse[rows]
+            merge_state_(part, part_lse, out, lse)
+            self._out[rows], self._lse[rows] = part, part_lse
+
+    def result(self) -> Tensor:
+        if self._out is None:
+            return torch.zeros_like(self._like)
+        return self._out.to(self._like.dtype)
+
+
+class EspAttention:
+    """`attention(layer, q, k, v)` for the model, bound to one step's layout."""
+
+    def __init__(
+        self,
+        layout: StepLayout,
+        kv: KvCache,
+        transport: Transport,
+        backend: AttentionBackend,
+        *,
+        scale: float,
+        windows: tuple[int | None, ...],
+    ) -> None:
+        """`windows[layer]` is the sliding window of that layer in tokens, None for none."""
+        self._layout = layout
+        self._kv = kv
+        self._transport = transport
+        self._backend = backend
+        self._scale = scale
+        self._windows = windows
+
+    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Attention of this member's new tokens: q_TNH, k_TKH, v_TKH in, out_TNH out.
+
+        Stores the K/V that this member keeps. Collective over the members of the step.
+        """
+        layout = self._layout
+        window = self._windows[layer]
+        state = _State(q_TNH)
+        asked = self._ask(q_TNH)
+        if layout.store is not None:
+            self._store(layer, layout.store, k_TKH, v_TKH)
+        self._ring(layer, q_TNH, k_TKH, v_TKH, state)
+        if layout.square is not None:
+            rows = layout.square.rows
+            part = (q_TNH[rows], k_TKH[rows], v_TKH[rows])
+            if window is None:
+                out, lse = self._backend.square_causal(*part, layout.square.spans)
+            else:
+                out, lse = windowed_attention(
+                    *part, layout.square.spans, scale=self._scale, window=window
+                )
+            state.add(rows, out, lse)
+        if layout.local is not None:
+            q_local = q_TNH[layout.local.q_rows]
+            state.add(layout.local.q_rows, *self._over_pool(layer, q_local, layout.local))
+        self._answer(layer, asked, state, num_heads=q_TNH.shape[1])
+        return state.result()
+
+    # ---- new x new -----------------------------------------------------------------------------
+
+    def _ring(self, layer: int, q: Tensor, k: Tensor, v: Tensor, state: _State) -> None:
+        layout = self._layout
+        if not layout.ring:
+            return
+        own = layout.block_lens[layout.me]
+        block = torch.stack((k[:own], v[:own]))
+        for number, step in enumerate(layout.ring):
+            following, moving = self._pass_on(block, step, last=number == len(layout.ring) - 1)
+            if step.keep is not None:
+                self._store(layer, step.keep, block[0], block[1])
+            self._ring_part(layer, q, block, step, state)
+            if moving is not None:
+                moving.wait()
+            block = following
+
+    def _pass_on(
+        self, block: Tensor, step: RingStep, *, last: bool
+    ) -> tuple[Tensor, Pending | None]:
+        """Start moving blocks one member on; returns the next block (not filled yet)."""
+        layout = self._layout
+        if last:
+            return block, None
+        dop = len(layout.members)
+        coming = layout.block_lens[(step.source - 1) % dop]
+        following = block.new_empty((2, coming, *block.shape[2:]))
+        to, source = (layout.me + 1) % dop, (layout.me - 1) % dop
+        sends = [(layout.members[to], block)] if block.shape[1] else []
+        receives = [(layout.members[source], following)] if coming else []
+        return following, self._transport.post(sends, receives)
+
+    def _ring_part(
+        self, layer: int, q: Tensor, block: Tensor, step: RingStep, state: _State
+    ) -> None:
+        q_part, k, v = q[step.q_rows], block[0][step.k_rows], block[1][step.k_rows]
+        if len(q_part) == 0:
+            return
+        window = self._windows[layer]
+        if window is None:
+            out, lse = self._backend.square_causal(q_part, k, v, step.spans)
+        else:
+            out, lse = windowed_attention(
+                q_part, k, v, step.spans, scale=self._scale, window=window
+            )
+        state.add(step.q_rows, out, lse)
+
+    def _store(self, layer: int, keep: Keep, k: Tensor, v: Tensor) -> None:
+        self._kv.k_LSKH[layer].index_copy_(0, keep.slots, k[keep.rows])
+        self._kv.v_LSKH[layer].index_copy_(0, keep.slots, v[keep.rows])
+
+    # ---- new x cached --------------------------------------------------------------------------
+
+    def _over_pool(self, layer: int, q: Tensor, part: PoolPart) -> tuple[Tensor, Tensor]:
+        k_SKH, v_SKH = self._kv.k_LSKH[layer], self._kv.v_LSKH[layer]
+        window = self._windows[layer]
+        if window is None:
+            return self._backend.over_pool(q, k_SKH, v_SKH, part.slots, part.spans)
+        k, v = k_SKH[part.slots.packed], v_SKH[part.slots.packed]
+        return windowed_attention(q, k, v, part.spans, scale=self._scale, window=window)
+
+    def _ask(self, q: Tensor) -> tuple[Pending, list[Tensor]]:
+        """Send queries to the holders of older tokens; receive those asked of this member."""
+        layout = self._layout
+        sends = [(member, q[rows].contiguous()) for member, rows, _ in layout.queries_out]
+        arriving = [q.new_empty((count, *q.shape[1:])) for _, count, _ in layout.queries_in]
+        receives = [
+            (member, buffer)
+            for (member, _, _), buffer in zip(layout.queries_in, arriving, strict=True)
+        ]
+        return self._transport.post(sends, receives), arriving
+
+    def _answer(
+        self, layer: int, asked: tuple[Pending, list[Tensor]], state: _State, *, num_heads: int
+    ) -> None:
+        """Answer others' queries, collect the answers to ours, merge them in group order."""
+        layout = self._layout
+        pending, arrived = asked
+        pending.wait()
+        sends = []
+        for (member, _, part), q in zip(layout.queries_in, arrived, strict=True):
+            out, lse = self._over_pool(layer, q, part)
+            sends.append((member, torch.cat((out, lse.unsqueeze(-1)), dim=-1)))
+        answers = [
+            (member, rows, self._answer_buffer(count, num_heads))
+            for member, rows, count in layout.queries_out
+        ]
+        receives = [(member, buffer) for member, _, buffer in answers]
+        self._transport.post(sends, receives).wait()
+        for _, rows, buffer in answers:
+            state.add(rows, buffer[..., :-1], buffer[..., -1])
+
+    def _answer_buffer(self, num_rows: int, num_heads: int) -> Tensor:
+        shape = (num_rows, num_heads, self._kv.k_LSKH.shape[-1] + 1)
+        return torch.empty(shape, dtype=torch.float32, device=self._kv.k_LSKH.device)

@@ -1,0 +1,138 @@
+"""The KV pool of one instance: K and V by layer and slot, and which slots a segment has.
+
+Knows: segments (ids chosen by the scheduler) as arrays of local slots and token positions.
+Does not know: requests, groups, what other instances hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loongd.worker.slots import SlotAllocator
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Local part of one segment; arrays grow by doubling, the first `length` entries count."""
+
+    slots: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    length: int
+
+    def append(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+        end = self.length + len(slots)
+        if end > len(self.slots):
+            room = max(end, 2 * len(self.slots)) - self.length
+            self.slots = np.concatenate((self.slots[: self.length], np.empty(room, np.int64)))
+            self.positions = np.concatenate(
+                (self.positions[: self.length], np.empty(room, np.int64))
+            )
+        self.slots[self.length : end] = slots
+        self.positions[self.length : end] = positions
+        self.length = end
+
+
+class KvCache:
+    """`k_LSKH` and `v_LSKH` plus the account of their slots."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_slots, num_kv_heads, head_dim)
+        self.k_LSKH = torch.empty(shape, dtype=dtype, device=device)
+        self.v_LSKH = torch.empty(shape, dtype=dtype, device=device)
+        self._free = SlotAllocator(num_slots)
+        self._segments: dict[int, _Segment] = {}
+
+    @property
+    def total(self) -> int:
+        return self._free.total
+
+    @property
+    def num_free(self) -> int:
+        return self._free.num_free
+
+    @property
+    def num_used(self) -> int:
+        return sum(segment.length for segment in self._segments.values())
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
+
+    def extend(
+        self, segment: int, positions: npt.NDArray[np.int64], *, after: Sequence[int] = ()
+    ) -> npt.NDArray[np.int64]:
+        """Slots for new tokens of a segment (created when unknown), in the order of `positions`.
+
+        `after` names the request's older segments: the new slots go behind their last one if
+        that place is free. Raises PlanError when the pool has too few free slots.
+        """
+        last = self._last_slot((*after, segment))
+        slots = self._free.allocate(len(positions), after=last)
+        known = self._segments.get(segment)
+        if known is None:
+            self._segments[segment] = _Segment(slots.copy(), positions.copy(), len(slots))
+        else:
+            known.append(slots, positions)
+        return slots
+
+    def truncate(self, segment: int, count: int) -> None:
+        """Take back the newest `count` tokens of a segment (a step that failed)."""
+        known = self._segments[segment]
+        keep = known.length - count
+        self._free.free(known.slots[keep : known.length])
+        known.length = keep
+        if keep == 0:
+            del self._segments[segment]
+
+    def slots_of(self, segments: Sequence[int]) -> npt.NDArray[np.int64]:
+        """All local slots of these segments, oldest first; unknown segments have none here."""
+        parts = [
+            known.slots[: known.length]
+            for known in map(self._segments.get, segments)
+            if known is not None
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def positions_of(self, segments: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Token positions of `slots_of(segments)`, in the same order."""
+        parts = [
+            known.positions[: known.length]
+            for known in map(self._segments.get, segments)
+            if known is not None
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def free(self, segments: Sequence[int]) -> None:
+        """Forget segments; ids that hold nothing here are ignored."""
+        for segment in segments:
+            known = self._segments.pop(segment, None)
+            if known is not None:
+                self._free.free(known.slots[: known.length])
+
+    def check(self) -> None:
+        """Assert `free + used == total` and that no slot has two owners."""
+        self._free.check()
+        assert self.num_free + self.num_used == self.total
+        slots = self.slots_of(list(self._segments))
+        assert len(np.unique(slots)) == len(slots)
+
+    def _last_slot(self, segments: Sequence[int]) -> int | None:
+        for segment in reversed(segments):
+            known = self._segments.get(segment)
+            if known is not None and known.length:
+                return int(known.slots[known.length - 1])
+        return None

@@ -1,0 +1,399 @@
+import json
+import os
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loongd import ctl, ctl_render
+from loongd.config import Config, dump_toml, merge, parse_toml
+
+STATUS: dict[str, Any] = {
+    "node": {
+        "name": "node-a",
+        "version": "0.1.0",
+        "pid": 4242,
+        "uptime_s": 7384.2,
+        "state": "ready",
+        "model": "SmolLM2-135M-Instruct",
+        "max_model_len": 8192,
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "torch",
+        "policy": "fcfs",
+        "api": "http://127.0.0.1:8000",
+    },
+    "instances": [
+        {
+            "id": 0,
+            "state": "ready",
+            "pid": 4300,
+            "device": "cpu",
+            "slots_total": 4096,
+            "slots_used": 2048,
+            "slots_free": 2048,
+            "phase": "prefill",
+            "step_id": 7,
+        },
+        {
+            "id": 1,
+            "state": "starting",
+            "pid": None,
+            "device": None,
+            "slots_total": 0,
+            "slots_used": 0,
+            "slots_free": 0,
+            "phase": "idle",
+            "step_id": None,
+        },
+    ],
+    "groups": [
+        {
+            "members": [0, 1, 2, 5],
+            "dop": 4,
+            "phase": "decode",
+            "num_requests": 2,
+            "masters": [0, 2],
+            "step_id": 1234567,
+            "age_s": 0.0042,
+        }
+    ],
+    "pool": {"total": 4096, "used": 2048, "free": 2048, "reserved": 100},
+    "queue": {"waiting": 2, "running": 3, "waiting_tokens": 10240},
+    "totals": {
+        "started": 12,
+        "finished": 6,
+        "cancelled": 1,
+        "failed": 0,
+        "rejected": 0,
+        "preempted": 0,
+    },
+}
+
+STORY: dict[str, Any] = {
+    "request_id": "cmpl-1",
+    "state": "finished",
+    "prompt_tokens": 6012,
+    "generated_tokens": 64,
+    "entries": [
+        {
+            "at_s": 0.0,
+            "event": "arrived",
+            "text": "6012 prompt tokens, up to 64 new ones",
+            "group": None,
+            "dop": None,
+            "masters": None,
+            "kept": None,
+            "num_steps": None,
+            "num_tokens": None,
+            "duration_s": None,
+        },
+        {
+            "at_s": 0.5,
+            "event": "prefill",
+            "text": "4 instances, because 6012 tokens at 512 an instance ask for 12 and 4 are idle",
+            "group": [0, 1, 2, 3],
+            "dop": 4,
+            "masters": [],
+            "kept": {"0": 3006, "1": 3006},
+            "num_steps": 1,
+            "num_tokens": 6012,
+            "duration_s": 1.5,
+        },
+        {
+            "at_s": 2.0,
+            "event": "decode",
+            "text": "scaled down to the instances that hold its tokens",
+            "group": [0, 1],
+            "dop": 2,
+            "masters": [0],
+            "kept": {"0": 63},
+            "num_steps": 63,
+            "num_tokens": 63,
+            "duration_s": 2.0,
+        },
+        {"at_s": 4.0, "event": "finish", "text": "length", "group": None},
+    ],
+}
+
+
+class FakeDaemon(socketserver.ThreadingUnixStreamServer):
+    """Answers the admin API; `left` are the queue lengths it reports, the last one for ever."""
+
+    daemon_threads = True
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, _Handler)
+        self.asked: list[str] = []
+        self.left = [0]
+
+    def queue(self) -> dict[str, int]:
+        running = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        return {"running": running, "waiting": 0, "waiting_tokens": 0}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeDaemon
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.requestline.removesuffix(" HTTP/1.1"))
+        if self.path == "/admin/status":
+            self._answer(200, STATUS | {"queue": self.server.queue()})
+        elif self.path == "/admin/story/cmpl-1":
+            self._answer(200, STORY)
+        else:
+            self._answer(404, {"error": {"message": "no request 'x/y' is known"}})
+
+    def do_POST(self) -> None:
+        self.server.asked.append(self.requestline.removesuffix(" HTTP/1.1"))
+        self._answer(200, {"draining": "un" not in self.path} | self.server.queue())
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    path = str(tmp_path / "admin.sock")
+    monkeypatch.setenv("LOONGD_ADMIN_SOCKET", path)
+    with FakeDaemon(path) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctl, "_POLL_S", 0.01)
+
+
+# ---- commands ---------------------------------------------------------------------------------
+
+
+def test_status(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["status"]) == 0
+    assert "SmolLM2-135M-Instruct" in capsys.readouterr().out
+    assert daemon.asked == ["GET /admin/status"]
+
+
+def test_status_as_json_is_what_the_daemon_said(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ctl.main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["instances"] == STATUS["instances"]
+
+
+def test_drain_returns_at_once(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.left = [3]
+    assert ctl.main(["drain"]) == 0
+    assert daemon.asked == ["POST /admin/drain"]
+    assert capsys.readouterr().out == "draining: 3 running, 0 waiting\n"
+
+
+def test_drain_waits_until_nothing_is_left(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.left = [2, 2, 1, 0]
+    assert ctl.main(["drain", "--wait"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "drained: no request is left\n"
+    assert err == "draining: 2 running, 0 waiting\ndraining: 1 running, 0 waiting\n"
+    assert daemon.asked == ["POST /admin/drain"] + ["GET /admin/status"] * 3
+
+
+def test_drain_gives_up_at_the_deadline(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.left = [2]
+    assert ctl.main(["drain", "--wait", "0.05"]) == 1
+    assert "after 0.05 s not empty: 2 running, 0 waiting" in capsys.readouterr().err
+
+
+def test_undrain(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["undrain"]) == 0
+    assert daemon.asked == ["POST /admin/undrain"]
+    assert capsys.readouterr().out == "admitting requests: 0 running, 0 waiting\n"
+
+
+def test_story(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["story", "cmpl-1"]) == 0
+    assert capsys.readouterr().out == ctl_render.story(STORY) + "\n"
+    assert ctl.main(["story", "cmpl-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == STORY
+
+
+def test_a_story_that_nobody_knows_is_exit_code_1(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ctl.main(["story", "x/y"]) == 1
+    assert capsys.readouterr().err == "loongctl: error: no request 'x/y' is known\n"
+    assert daemon.asked == ["GET /admin/story/x%2Fy"]
+
+
+def test_no_daemon_is_exit_code_3_and_names_the_socket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "none.sock")
+    assert ctl.main(["--socket", path, "status"]) == 3
+    expected = f"loongctl: error: no loongd answers on {path}: No such file or directory\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["halt"], ["drain", "--wait", "soon"], ["status", "--watch", "0"], ["story"]]
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ctl.main(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_config_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f.toml"
+    path.write_text('model = "m"\nport = 9\n')
+    monkeypatch.setenv("LOONGD_SEED", "5")
+    assert ctl.main(["config", "check", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: good\n"
+    assert ctl.main(["config", "check", str(path), "--dump"]) == 0
+    dumped = capsys.readouterr().out
+    assert dumped == dump_toml(Config(model="m", port=9, seed=5))
+    assert merge(parse_toml(dumped, file_name="f"), {}, {}).port == 9
+
+    path.write_text("prot = 9\n")
+    assert ctl.main(["config", "check", str(path)]) == 1
+    expected = f"loongctl: error: {path}: unknown key 'prot' (did you mean 'port'?)\n"
+    assert capsys.readouterr().err == expected
+
+
+# ---- which socket -----------------------------------------------------------------------------
+
+
+def test_where_the_socket_is_looked_for(tmp_path: Path) -> None:
+    parse = ctl.build_parser().parse_args
+    env = {"LOONGD_ADMIN_SOCKET": "/e/s", "LOONGD_RUNTIME_DIR": "/r"}
+    assert ctl.find_socket(parse(["--socket", "/f", "status"]), env, 7) == "/f"
+    assert ctl.find_socket(parse(["--runtime-dir", "/d", "status"]), env, 7) == "/d/admin.sock"
+    plain = parse(["status"])
+    assert ctl.find_socket(plain, env, 7) == "/e/s"
+    del env["LOONGD_ADMIN_SOCKET"]
+    assert ctl.find_socket(plain, env, 7) == "/r/admin.sock"
+    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    assert ctl.find_socket(plain, env, 7) == "/run/loongd/admin.sock"
+    (tmp_path / "loongd").mkdir()
+    (tmp_path / "loongd" / "admin.sock").touch()
+    assert ctl.find_socket(plain, env, 7) == str(tmp_path / "loongd" / "admin.sock")
+
+
+def test_it_starts_at_once() -> None:
+    code = "import sys, loongd.ctl; print({'msgspec', 'asyncio', 'tomllib'} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    took_s = []
+    for _ in range(3):
+        begin = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+        took_s.append(time.monotonic() - begin)
+    assert done.stdout == "set()\n"
+    assert min(took_s) < 0.15
+
+
+# ---- rendering --------------------------------------------------------------------------------
+
+
+def test_the_status_table() -> None:
+    assert (
+        ctl_render.status(STATUS)
+        == """\
+loongd    0.1.0 on node-a, pid 4242
+state     ready, up 2h03m
+model     SmolLM2-135M-Instruct, up to 8,192 tokens a request
+engine    cpu, float32, torch
+policy    fcfs
+api       http://127.0.0.1:8000
+requests  3 running, 2 waiting (10,240 tokens)
+so far    12 started: 6 finished, 1 cancelled
+
+INSTANCE  STATE         PID DEVICE   PHASE    POOL
+0         ready        4300 cpu      prefill  [#####.....] 2,048/4,096
+1         starting        - -        idle     [..........] 0/0
+pool      2,048 free, 100 reserved            [#####.....] 2,048/4,096
+
+GROUP          PHASE    DOP MASTERS        REQUESTS      STEP AGE
+0-2,5          decode     4 0,2                   2   1234567 4.2 ms"""
+    )
+
+
+def test_the_story_table() -> None:
+    assert (
+        ctl_render.story(STORY)
+        == """\
+cmpl-1  finished  6,012 prompt + 64 generated tokens  4 s
+
+      AT  TIME                  EVENT     DOP GROUP     MASTERS   TOKENS STEPS
+    0 us  |                     arrived
+          6012 prompt tokens, up to 64 new ones
+  500 ms    ========            prefill     4 0-3                  6,012     1
+          4 instances, because 6012 tokens at 512 an instance ask for 12 and 4
+          are idle [1.5 s] [tokens kept by instance 0: 3,006, 1: 3,006]
+     2 s            ==========  decode      2 0,1       0             63    63
+          scaled down to the instances that hold its tokens [2 s] [tokens kept
+          by instance 0: 63]
+     4 s                     |  finish
+          length"""
+    )
+
+
+def test_no_line_is_wider_than_80_columns() -> None:
+    wide = json.loads(json.dumps(STATUS))
+    wide["node"]["model"] = "m" * 200
+    wide["groups"][0]["members"] = list(range(0, 64, 2))
+    wide["instances"][0] |= {"slots_total": 123_456_789, "slots_used": 98_765_432}
+    wide["pool"] = {"total": 10**9, "used": 10**8, "free": 9 * 10**8, "reserved": 10**8}
+    tale = json.loads(json.dumps(STORY))
+    tale["entries"][1] |= {"group": list(range(0, 64, 2)), "text": "word " * 100}
+    lines = (ctl_render.status(wide) + "\n" + ctl_render.story(tale)).splitlines()
+    assert max(len(line) for line in lines) <= 80
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "[....]"), (0.001, "[#...]"), (0.5, "[##..]"), (0.999, "[###.]"), (1, "[####]")],
+)
+def test_a_bar_is_empty_or_full_only_when_it_is(share: float, text: str) -> None:
+    assert ctl_render.bar(share, 4) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.00085, "850 us"), (0.0123, "12.3 ms"), (4.21, "4.21 s"), (125, "2m05s"), (7384, "2h03m")],
+)
+def test_durations(value: float, text: str) -> None:
+    assert ctl_render.seconds(value) == text
+
+
+def test_runs_of_numbers_are_shortened() -> None:
+    assert ctl_render.numbers([]) == "-"
+    assert ctl_render.numbers([3]) == "3"
+    assert ctl_render.numbers([0, 1]) == "0,1"
+    assert ctl_render.numbers([0, 1, 2, 3, 6]) == "0-3,6"
+    assert ctl_render.numbers([2, 1, 0]) == "2,1,0"
