@@ -25,7 +25,12 @@ def status(snapshot: Json) -> str:
 
 
 def story(tale: Json) -> str:
-    """One request's life: a row with a time bar for each entry, and the sentence below it."""
+    """One request's life: a row with a time bar for each entry, and the sentence below it.
+
+    A call with several choices is several requests to the engine, hence several tables.
+    """
+    if "choices" in tale:
+        return "\n\n".join(story(part) for part in tale["choices"])
     entries = tale["entries"]
     total_s = max((e["at_s"] + (e.get("duration_s") or 0.0) for e in entries), default=0.0)
     head = (
@@ -179,8 +184,8 @@ def _sentences(entry: Json) -> list[str]:
     if entry.get("duration_s"):
         text += f" [{seconds(entry['duration_s'])}]"
     if entry.get("kept"):
-        kept = ", ".join(f"{k}: {v:,}" for k, v in entry["kept"].items())
-        text += f" [tokens kept by instance {kept}]"
+        kept = ", ".join(f"{count} on {one}" for one, count in entry["kept"].items())
+        text += f" [tokens kept: {kept}]"
     return textwrap.wrap(text.strip(), WIDTH, initial_indent=" " * 10, subsequent_indent=" " * 10)
 
 

@@ -1,7 +1,7 @@
 """Every error loongd raises on purpose.
 
 Knows: the sentence a person should read, and for requests the HTTP status and the OpenAI fields.
-Does not know: HTTP, logging or exit codes; the rims (`rest.errors`, `__main__`) turn these into those.
+Does not know: HTTP, logging or exit codes; the rims (`rest.errors`, `__main__`) know those.
 """
 
 from __future__ import annotations

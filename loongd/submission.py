@@ -111,6 +111,11 @@ class TokenStream:
             self.finish_reason = cause
             self.on_cancel(self.request_id, cause)
 
+    def refusal(self) -> RequestError | None:
+        """Engine side: the error, if the request has failed before any token was taken."""
+        first = None if self._queue.empty() else self._queue.get_nowait()
+        return first if isinstance(first, RequestError) else None
+
     def put_token(self, token: Token) -> None:
         """Engine side: one more token."""
         self._queue.put_nowait(token)

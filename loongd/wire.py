@@ -136,6 +136,12 @@ class FreeSegments(_Message, tag=3):
     segments: list[int]
 
 
+class KeepSegments(_Message, tag=6):
+    """Forget every segment but these: the repair after an audit that does not add up."""
+
+    segments: list[int]
+
+
 class AuditRequest(_Message, tag=4):
     """Ask for the worker's own account of its slots."""
 
@@ -144,7 +150,7 @@ class Stop(_Message, tag=5):
     """Finish the message in hand and exit 0."""
 
 
-ToWorker = Start | RunStep | FreeSegments | AuditRequest | Stop
+ToWorker = Start | RunStep | FreeSegments | KeepSegments | AuditRequest | Stop
 
 # ---- worker to daemon -------------------------------------------------------------------------
 

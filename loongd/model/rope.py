@@ -48,13 +48,14 @@ class Rotary:
         return cos_TH * self._scale, sin_TH * self._scale
 
     def _dynamic_inv_freq(self, lengths_T: torch.Tensor) -> torch.Tensor:
-        """NTK scaling, (T, H/2): beyond the trained length L the base grows to
-        theta * (factor * length / L - (factor - 1)) ** (H / (H - 2))."""
-        factor, limit, dim = self._rope.factor, self._max_positions, self._head_dim
-        stretch_T = (factor * lengths_T.clamp(min=limit) / limit) - (factor - 1)
-        base_T = self._rope.theta * stretch_T ** (dim / (dim - 2))
-        scaled = 1.0 / (base_T[:, None] ** _exponents(dim).to(lengths_T.device))
-        return torch.where(lengths_T[:, None] > limit, scaled, self._inv_freq)
+        """Inverse frequencies (T, H/2), one row for each token's own length."""
+        limit = self._max_positions
+        # one length at a time on the CPU: a vectorized power rounds differently from the
+        # reference's, which at long positions is a visible angle
+        lengths = sorted({limit, *(max(length, limit) for length in lengths_T.tolist())})
+        table = torch.stack([_dynamic(self._rope, self._head_dim, n, limit) for n in lengths])
+        keys = torch.tensor(lengths, device=lengths_T.device)
+        return table.to(lengths_T.device)[torch.searchsorted(keys, lengths_T.clamp(min=limit))]
 
 
 def _exponents(dim: int) -> torch.Tensor:
@@ -71,6 +72,16 @@ def _inv_freq(rope: RopeSpec, dim: int) -> torch.Tensor:
     if rope.type == "yarn":
         return _yarn(base, rope, dim)
     return 1.0 / base
+
+
+def _dynamic(rope: RopeSpec, dim: int, length: int, limit: int) -> torch.Tensor:
+    """NTK scaling: beyond the trained length `limit` the base grows to
+    theta * (factor * length / limit - (factor - 1)) ** (H / (H - 2))."""
+    if length <= limit:
+        return _inv_freq(rope, dim)
+    stretch = (rope.factor * torch.tensor(length) / limit) - (rope.factor - 1)
+    base: torch.Tensor = rope.theta * stretch ** (dim / (dim - 2))
+    return 1.0 / (base ** _exponents(dim))
 
 
 def _llama3(inv_freq: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -46,15 +47,17 @@ class Projection:
         outs = tuple(map(linear, (x_TD,) * len(self.weights_OD), self.weights_OD, self.biases_O))
         if len(outs) == len(self.sizes):
             return outs
-        return outs[0].split(self.sizes, dim=-1)
+        return torch.split_with_sizes(outs[0], self.sizes, dim=-1)
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """Weight and bias of each output, fused or not."""
         if len(self.weights_OD) == len(self.sizes):
             return list(zip(self.weights_OD, self.biases_O, strict=True))
         weight, bias = self.weights_OD[0], self.biases_O[0]
-        biases = [None] * len(self.sizes) if bias is None else list(bias.split(self.sizes))
-        return list(zip(weight.split(self.sizes), biases, strict=True))
+        biases = (
+            (None,) * len(self.sizes) if bias is None else torch.split_with_sizes(bias, self.sizes)
+        )
+        return list(zip(torch.split_with_sizes(weight, self.sizes), biases, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,7 @@ class _Checkpoint:
 
     def __init__(self, model_dir: Path, stack: ExitStack) -> None:
         self._dir = model_dir
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, Any] = {}  # safe_open is not typed
         paths = _files(model_dir)
         for path in paths:
             try:

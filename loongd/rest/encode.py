@@ -13,14 +13,12 @@ from typing import Any
 
 from loongd.errors import RequestError
 from loongd.rest.context import RestContext
-from loongd.rest.messages import normalise
 from loongd.text.tokenizer import Tokenizer
 
 # No tokenizer makes tokens longer than this, so a longer text can be refused unread.
 _MAX_CHARS_PER_TOKEN = 256
-# A template with more text than this is rendered in a thread.
-_INLINE_CHARS = 1 << 16
-_OWN_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt")
+# Arguments of the renderer itself.
+_OWN_TEMPLATE_NAMES = ("self", "messages", "tools", "add_generation_prompt")
 
 
 def check_model(context: RestContext, model: str | None) -> None:
@@ -71,6 +69,8 @@ async def encode_chat(
 ) -> array[int]:
     """The ids of a conversation, by the model's template. Raises RequestError."""
     tokenizer = need_tokenizer(context, "messages")
+    if not messages:
+        raise RequestError("messages must hold at least one message.", param="messages")
     if not tokenizer.has_chat_template:
         raise RequestError(
             "This model has no chat template: use /v1/completions, or start loongd with "
@@ -80,21 +80,17 @@ async def encode_chat(
     for name in _OWN_TEMPLATE_NAMES:
         if template_kwargs and name in template_kwargs:
             raise RequestError(
-                f"chat_template_kwargs must not hold {name}; it has a field of its own.",
+                f"chat_template_kwargs must not hold {name}; the renderer sets it itself.",
                 param="chat_template_kwargs",
             )
-    plain = normalise(messages)
-
-    def render() -> str:
-        return tokenizer.render_chat(
-            plain,
-            add_generation_prompt=add_generation_prompt is not False,
-            tools=tools or None,
-            **(template_kwargs or {}),
-        )
-
-    large = sum(len(message["content"]) for message in plain) > _INLINE_CHARS
-    text = await asyncio.to_thread(render) if large else render()
+    # In a thread, since a template is a program of the model's, and a conversation may be long.
+    text = await asyncio.to_thread(
+        tokenizer.render_chat,
+        messages,
+        add_generation_prompt=add_generation_prompt is not False,
+        tools=tools or None,
+        **(template_kwargs or {}),
+    )
     return await encode_text(
         context, text, param="messages", add_special_tokens=bool(add_special_tokens)
     )

@@ -103,13 +103,7 @@ def count_choices(body: GenerationBody) -> int:
 
 def collect_stops(body: GenerationBody) -> tuple[str, ...]:
     """The stop strings, checked."""
-    match body.stop:
-        case None:
-            return ()
-        case str():
-            stops = (body.stop,)
-        case _:
-            stops = tuple(body.stop)
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stops) > MAX_STOPS:
         raise bad("stop", f"may hold at most {MAX_STOPS} strings, but holds {len(stops)}.")
     if "" in stops:

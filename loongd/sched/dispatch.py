@@ -171,9 +171,10 @@ class Dispatch:
         """Reserve what the head needs: available instances, then those that are soon free."""
         draft = self._draft
         held = self._held_for(request)
-        rank = {i: 2 for i in draft.free}
-        rank |= {i: 1 for i in self._soon()} | {i: 0 for i in self._available}
-        rank |= {i: -1 for i in held}
+        soon = set(self._soon())
+        rank = {i: 1 if i in soon else 2 for i in draft.free}
+        rank.update(dict.fromkeys(self._available, 0))
+        rank.update(dict.fromkeys(held, -1))
         ranked = sorted(draft.free, key=lambda i: (rank[i], -draft.room(i), i))
         size = max(1, self._patience(request, self._wanted_dop(request)))
         needed = self._take(ranked, size, request.num_tokens)
@@ -193,15 +194,14 @@ class Dispatch:
         if len(batch.items) > 1:
             names = f"{plural(len(batch.items), 'request')} ({names} first)"
         where = f"prefill {batch.num_tokens:,} tokens of {names} on {name_instances(members)}"
-        per_instance = self._limits.prefill_tokens_per_instance
-        why = (
-            f"(DoP {len(members)}: {per_instance:,} tokens per instance, {batch.num_idle} available)"
-        )
-        runs = {i: 0 for item in batch.items for i, _ in item.keep}
+        share = self._limits.prefill_tokens_per_instance
+        dop = f"DoP {len(members)}: {share:,} tokens per instance, {batch.num_idle} idle"
+        kept: dict[int, int] = {}
         for item in batch.items:
             for instance, num_tokens in item.keep:
-                runs[instance] += num_tokens
+                kept[instance] = kept.get(instance, 0) + num_tokens
+        runs = ", ".join(f"{num_tokens:,} on {i}" for i, num_tokens in kept.items())
+        keep = f"all on {name_instances(kept)}" if len(kept) == 1 else runs
         reserved = sum(item.request.growth_tokens for item in batch.items)
-        parts = [f"{n:,} on {i}" for i, n in runs.items()]
-        kept = f"all on {name_instances(runs)}" if len(runs) == 1 else ", ".join(parts)
-        return f"{where} {why}; keep {kept}, the fewest for {batch.num_tokens:,} + {reserved:,} reserved"
+        fewest = f"the fewest that hold {batch.num_tokens:,} + {reserved:,} reserved"
+        return f"{where} ({dop}); keep {keep}, {fewest}"

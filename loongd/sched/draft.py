@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from loongd.sched.components import Component, find_components
 from loongd.sched.policy import Hold, Placed, View
-from loongd.sched.request import Phase
 
 
 class Draft:
@@ -64,12 +63,3 @@ class Draft:
         self.reserved[placed.master] += placed.request.growth_tokens
         self.num_running += 1
         self.committed += placed.request.committed_tokens
-
-    @property
-    def num_decoding_steps(self) -> int:
-        """Instances that run a decode step in the view."""
-        return sum(self.runs_decode(i) for i in self.free)
-
-    def is_decoding(self) -> bool:
-        """Some request is in its decode phase."""
-        return any(r.phase is Phase.DECODE for r in self.view.running.values())

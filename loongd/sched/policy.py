@@ -101,7 +101,8 @@ class GiveUp:
 class Decisions:
     """All that starts now, and what is waited for; after a preemption the policy is asked again.
 
-    `wanted` pairs decoding requests with the busy instance whose free slot they wait for.
+    `wanted` pairs requests left out of a decode step with the busy instance whose free slot they
+    wait for, None when the pool is full.
     """
 
     prefills: tuple[StartPrefill, ...] = ()
@@ -109,7 +110,7 @@ class Decisions:
     preempt: Preempt | None = None
     give_ups: tuple[GiveUp, ...] = ()
     hold: Hold | None = None
-    wanted: tuple[tuple[Request, int], ...] = ()
+    wanted: tuple[tuple[Request, int | None], ...] = ()
 
 
 class Policy(Protocol):

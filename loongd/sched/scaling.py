@@ -35,7 +35,7 @@ class Scaling:
     """One round: fills `wanted` and `preempt`."""
 
     def __init__(self, view: View, draft: Draft) -> None:
-        self.wanted: list[tuple[Request, int]] = []
+        self.wanted: list[tuple[Request, int | None]] = []
         self.preempt: Preempt | None = None
         self._view = view
         self._draft = draft
@@ -91,20 +91,15 @@ class Scaling:
     def _choose_master(self, request: Request, group: _Group) -> int | None:
         """Its last master, another holder, another member, or (scale-up) one more instance."""
         free, last = self._draft.free, request.master
-        if group.quota is not None:
-            open_to = [i for i in group.instances if free[i] > 0]
-            if last in open_to and group.load.get(last, 0) < group.quota:
-                return last
-            return min(open_to, key=lambda i: (group.load.get(i, 0), i), default=None) or (
-                self._scale_up(group) if not open_to else open_to[0]
-            )
-        if last is not None and free[last] > 0 and last in group.instances:
+        open_to = [i for i in group.instances if free[i] > 0]
+        if not open_to:
+            return self._scale_up(group)
+        if last in open_to and (group.quota is None or group.load.get(last, 0) < group.quota):
             return last
-        for choices in (request.holders, group.instances):
-            best = min(choices, key=lambda i: (-free[i], i))
-            if free[best] > 0:
-                return best
-        return self._scale_up(group)
+        if group.quota is not None:
+            return min(open_to, key=lambda i: (group.load.get(i, 0), i))
+        own = [i for i in open_to if i in request.holders]
+        return min(own or open_to, key=lambda i: (-free[i], i))
 
     def _scale_up(self, group: _Group) -> int | None:
         """An idle instance outside the component; one without its own or held work if possible."""
@@ -129,14 +124,13 @@ class Scaling:
         if busy:
             best = min(busy, key=lambda i: (i not in decoding, -draft.free[i], i))
             self.wanted.append((request, best))
-        elif self._starved is None:
-            self._starved = request
+            return
+        self.wanted.append((request, None))
+        self._starved = self._starved or request
 
     def _choose_victim(self, starved: Request) -> None:
         victims = [
-            r
-            for r in self._view.running.values()
-            if r.phase is Phase.DECODE and r.step_id is None
+            r for r in self._view.running.values() if r.phase is Phase.DECODE and r.step_id is None
         ]
         victim = min(victims, key=lambda r: (r.kv_tokens, -r.order))
         self.preempt = Preempt(

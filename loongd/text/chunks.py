@@ -20,8 +20,9 @@ _LETTER = (
     "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u0481\u048a-\u052f"
     "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
-# A letter ends the match before a space, and a newline never begins a match with a letter.
-CUT = re.compile(f"(?<=[{_LETTER}])(?= [{_LETTER}])|(?<=\n)(?=[{_LETTER}])")
+# A letter ends the match before a space, and a newline never begins a match with a letter. Before
+# the newline no space may stand: whether a run of spaces is split depends on what follows it.
+CUT = re.compile(f"(?<=[{_LETTER}])(?= [{_LETTER}])|(?<=\\S\n)(?=[{_LETTER}])")
 
 _PROBE_PARTS = (
     "word",
@@ -65,7 +66,11 @@ def can_cut(backend: tokenizers.Tokenizer, description: Mapping[str, Any]) -> bo
         return False
     if any(CUT.search(added["content"]) for added in description.get("added_tokens", ())):
         return False
-    probes = [f"{left}{right}" for left in _PROBE_PARTS for right in _PROBE_PARTS]
-    probe = "\nx ".join(probes) + " y\n\u4e00 z"
-    starts = {start for _, (start, _) in backend.pre_tokenizer.pre_tokenize_str(probe)}
-    return all(cut.start() in starts for cut in CUT.finditer(probe))
+    sides = [f"{left}{right}" for left in _PROBE_PARTS for right in _PROBE_PARTS]
+    probe = "".join(f"{side}\nx {side} y" for side in sides)
+    return _pieces(backend, chunks_of(probe, 1)) == _pieces(backend, [probe])
+
+
+def _pieces(backend: tokenizers.Tokenizer, chunks: list[str]) -> list[str]:
+    split = backend.pre_tokenizer.pre_tokenize_str
+    return [piece for chunk in chunks for piece, _ in split(chunk)]

@@ -23,6 +23,8 @@ from loongd.text.token_bytes import TokenBytes, strip_start
 # Below this a thread costs more than the encoding.
 INLINE_CHARS = 2048
 CHUNK_CHARS = 1 << 16
+# Chunks given to the library at once; handing over and freeing a batch holds the lock.
+BATCH_CHUNKS = 16
 
 
 class Tokenizer:
@@ -163,22 +165,24 @@ class Tokenizer:
 
     def _encode(self, text: str) -> array[int]:
         chunks = chunks_of(text, CHUNK_CHARS) if self._can_cut else [text]
+        ids = array("i")
+        for start in range(0, len(chunks), BATCH_CHUNKS):
+            for encoding in self._encode_batch(chunks[start : start + BATCH_CHUNKS]):
+                ids.extend(encoding.ids)
+        return ids
+
+    def _encode_batch(self, chunks: list[str]) -> list[tokenizers.Encoding]:
         try:
             # Unlike encode(), this releases the interpreter lock and tracks no offsets.
-            encodings = self._backend.encode_batch_fast(chunks, add_special_tokens=False)
+            return self._backend.encode_batch_fast(chunks, add_special_tokens=False)
         except TypeError as error:
+            text = "".join(chunks)
             bad = next((char for char in text if "\ud800" <= char <= "\udfff"), None)
             if bad is None:
                 raise
             raise RequestError(
                 f"the text has an unpaired surrogate, U+{ord(bad):X}, which is no character"
             ) from error
-        ids = array("i")
-        encodings.reverse()
-        while encodings:
-            # pop() frees each encoding by itself; freeing all at once would stop the event loop.
-            ids.extend(encodings.pop().ids)
-        return ids
 
 
 def _added_around(backend: tokenizers.Tokenizer) -> tuple[array[int], array[int]]:
@@ -198,10 +202,10 @@ def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
         if (model_dir / "tokenizer.model").is_file():
             hint = "; tokenizer.model alone is not enough, save the fast tokenizer next to it"
         raise ModelError(f"{path} is missing{hint}")
-    text = path.read_text(encoding="utf-8")
     try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception for any fault
+        # from_buffer raises ValueError where from_file and from_str raise a bare Exception.
+        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    except ValueError as error:
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
 
 

@@ -123,6 +123,10 @@ class KvCache:
             if known is not None:
                 self._free.free(known.slots[: known.length])
 
+    def keep(self, segments: Sequence[int]) -> None:
+        """Forget all segments but these."""
+        self.free([segment for segment in self._segments if segment not in set(segments)])
+
     def check(self) -> None:
         """Assert `free + used == total` and that no slot has two owners."""
         self._free.check()

@@ -88,6 +88,7 @@ class StepLayout:
     queries_in: tuple[tuple[int, int, PoolPart], ...]
     sample_rows: tuple[int, ...]
     sampled: tuple[Extend, ...]
+    windowed: bool
     grown: tuple[tuple[int, int], ...]
     """(segment, tokens) that this step added to the pool, to take back if it fails."""
 
@@ -182,6 +183,7 @@ class _Builder:
             queries_in=self._queries_in(),
             sample_rows=tuple(item.rows[1] - 1 for item in sampling),
             sampled=tuple(item.extend for item in sampling),
+            windowed=self._windowed,
             grown=tuple(self._grown),
         )
 

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from loongd.model.llama import Llama
+from loongd.model.weights import load_weights
+
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
 LLAMA3 = {
@@ -118,3 +121,40 @@ def test_no_tokens_still_attends_in_every_layer(kind, dtype, save_model, load):
     assert hidden_TD.shape == (0, spec.hidden_size)
     assert model.logits(hidden_TD).shape == (0, spec.vocab_size)
     assert seen == [(layer, (0, 4, 12), (0, 2, 12), (0, 2, 12)) for layer in range(3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_fused_on_a_gpu_equals_the_cpu(kind, save_model, load, dense_attention):
+    model_dir, _ = save_model(kind)
+    spec, model = load(model_dir)
+    tokens = list(range(30, 60))
+    expected_TV = run(model, dense_attention(spec), tokens)
+    cuda = torch.device("cuda")
+    weights = load_weights(
+        model_dir,
+        spec,
+        load_format="auto",
+        dtype=torch.float32,
+        device=cuda,
+        seed=0,
+        progress=lambda stage, fraction: None,
+    )
+    assert [len(weights.layers[0].qkv.weights_OD), len(weights.layers[0].gate_up.weights_OD)] == [
+        1,
+        1,
+    ]
+    dense = dense_attention(spec)
+
+    def attention(layer, q_TNH, k_TKH, v_TKH):
+        return dense(layer, q_TNH.cpu(), k_TKH.cpu(), v_TKH.cpu()).to(cuda)
+
+    positions_T = torch.arange(30, device=cuda)
+    on_gpu = Llama(spec, weights, cuda, torch.float32)
+    hidden_TD = on_gpu.forward(
+        torch.tensor(tokens, device=cuda),
+        positions_T,
+        torch.full_like(positions_T, 30),
+        attention,
+    )
+    torch.testing.assert_close(on_gpu.logits(hidden_TD).cpu(), expected_TV, atol=1e-3, rtol=1e-3)

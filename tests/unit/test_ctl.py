@@ -1,10 +1,8 @@
 import json
-import os
 import socketserver
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -305,16 +303,10 @@ def test_where_the_socket_is_looked_for(tmp_path: Path) -> None:
     assert ctl.find_socket(plain, env, 7) == str(tmp_path / "loongd" / "admin.sock")
 
 
-def test_it_starts_at_once() -> None:
+def test_it_imports_nothing_slow() -> None:
     code = "import sys, loongd.ctl; print({'msgspec', 'asyncio', 'tomllib'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    took_s = []
-    for _ in range(3):
-        begin = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
-        took_s.append(time.monotonic() - begin)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-    assert min(took_s) < 0.15
 
 
 # ---- rendering --------------------------------------------------------------------------------
@@ -354,13 +346,19 @@ cmpl-1  finished  6,012 prompt + 64 generated tokens  4 s
           6012 prompt tokens, up to 64 new ones
   500 ms    ========            prefill     4 0-3                  6,012     1
           4 instances, because 6012 tokens at 512 an instance ask for 12 and 4
-          are idle [1.5 s] [tokens kept by instance 0: 3,006, 1: 3,006]
+          are idle [1.5 s] [tokens kept: 3006 on 0, 3006 on 1]
      2 s            ==========  decode      2 0,1       0             63    63
-          scaled down to the instances that hold its tokens [2 s] [tokens kept
-          by instance 0: 63]
+          scaled down to the instances that hold its tokens [2 s] [tokens kept:
+          63 on 0]
      4 s                     |  finish
           length"""
     )
+
+
+def test_several_choices_are_several_tables() -> None:
+    one = ctl_render.story(STORY)
+    both = {"request_id": "cmpl-1", "choices": [STORY, STORY]}
+    assert ctl_render.story(both) == f"{one}\n\n{one}"
 
 
 def test_no_line_is_wider_than_80_columns() -> None:

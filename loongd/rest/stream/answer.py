@@ -14,9 +14,6 @@ from loongd.text.detokenizer import IncrementalDetokenizer
 from loongd.text.stops import StopMatcher
 from loongd.text.tokenizer import Tokenizer
 
-# Prompt tokens the decoder sees before the answer: enough for any character cut by the boundary.
-_CONTEXT_TOKENS = 32
-
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
@@ -70,7 +67,7 @@ class Answer:
             if tokenizer is None
             else IncrementalDetokenizer(
                 tokenizer,
-                prompt_ids=prompt[-_CONTEXT_TOKENS:],
+                prompt_ids=prompt,
                 skip_special_tokens=options.skip_special_tokens,
             )
         )

@@ -1,0 +1,253 @@
+"""The daemon of one node: builds the parts, says ready, waits, and takes them down in order.
+
+Knows: which parts there are and in which order they start and stop; signals; the service manager.
+Does not know: what any part does inside.
+
+Start: runtime directory, model (a GGUF file is converted once, in a process of its own), API
+sockets (live at once, ready later), workers, READY=1. Stop on SIGTERM or SIGINT: refuse new
+requests, let accepted ones finish within `shutdown_timeout`, end the workers, exit 0. A second
+signal stops waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from loongd import __version__, node, systemd
+from loongd.checkpoint import Checkpoint, open_checkpoint
+from loongd.config import Config
+from loongd.errors import ConfigError, WorkerError
+from loongd.manager import GlobalManager
+from loongd.metrics import Metrics
+from loongd.pool import WorkerPool
+from loongd.rest.app import RestContext, make_admin_app, make_app
+from loongd.sched.policies.fcfs import FirstComeFirstServed
+from loongd.sched.policy import Limits
+from loongd.sched.scheduler import Scheduler
+from loongd.wire import Start
+
+_log = logging.getLogger(__name__)
+_AUDIT_INTERVAL_S = 5.0
+_DRAIN_POLL_S = 0.05
+_START_EXTENSION_S = 120.0
+
+
+class Daemon:
+    """One run of the daemon."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._runtime_dir = node.runtime_dir(config)
+        self._device = node.device(config)
+        self._num_instances = node.num_instances(config, self._device)
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._progress_said: dict[int | None, tuple[str, int]] = {}
+
+    async def run(self) -> int:
+        """Serve until told to stop; the exit code. Raises LoongError when it cannot start."""
+        self._listen_for_signals()
+        async with contextlib.AsyncExitStack() as stack:
+            model = await open_checkpoint(self._config, partial(self._on_progress, None))
+            manager, context = self._build(model)
+            stack.push_async_callback(manager.stop)
+            await self._serve(stack, context, manager)
+            starts = self._starts(model, manager)
+            if not await self._unless_stopped(manager.start(starts, self._on_progress)):
+                return 0
+            self._say_ready(manager)
+            engine = asyncio.create_task(manager.run(starts, self._on_progress), name="manager")
+            chores = asyncio.create_task(self._chores(manager), name="chores")
+            stack.push_async_callback(_cancel, chores)
+            stack.push_async_callback(_cancel, engine)
+            await _first(engine, asyncio.create_task(self._stop.wait()))
+            if engine.done():
+                engine.result()
+            await self._drain(manager)
+        return 0
+
+    # ---- start ---------------------------------------------------------------------------------
+
+    def _listen_for_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
+
+    def _on_signal(self, name: str) -> None:
+        if self._stop.is_set():
+            _log.info("%s again: stopping at once", name)
+            self._hurry.set()
+        else:
+            _log.info("%s: draining", name)
+        self._stop.set()
+
+    def _build(self, model: Checkpoint) -> tuple[GlobalManager, RestContext]:
+        config = self._config
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefill_tokens_per_instance=config.prefill_tokens_per_instance,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+        )
+        metrics = Metrics(model.name)
+        manager = GlobalManager(
+            Scheduler(FirstComeFirstServed(), limits),
+            WorkerPool(
+                runtime_dir=self._runtime_dir,
+                startup_timeout_s=config.startup_timeout,
+                log_level=config.log_level,
+            ),
+            metrics,
+            model_limit_tokens=config.max_model_len or model.spec.max_context_tokens,
+            node=self._node_facts(model),
+        )
+        context = RestContext(
+            engine=manager,
+            tokenizer=model.tokenizer,
+            config=config,
+            model_name=model.name,
+            vocab_size=model.spec.vocab_size,
+            metrics=metrics,
+            started_at=int(time.time()),
+            default_sampling=model.default_sampling,
+        )
+        return manager, context
+
+    def _node_facts(self, model: Checkpoint) -> dict[str, Any]:
+        return {
+            "name": os.uname().nodename,
+            "version": __version__,
+            "pid": os.getpid(),
+            "model": model.name,
+            "device": self._device,
+            "dtype": model.dtype,
+            "policy": self._config.policy,
+            "num_instances": self._num_instances,
+        }
+
+    async def _serve(
+        self, stack: contextlib.AsyncExitStack, context: RestContext, manager: GlobalManager
+    ) -> None:
+        """Open the API's port and the admin socket."""
+        config = self._config
+        runner = web.AppRunner(make_app(context), handler_cancellation=True, access_log=None)
+        admin = web.AppRunner(make_admin_app(context), access_log=None)
+        for each in (runner, admin):
+            await each.setup()
+            stack.push_async_callback(each.cleanup)
+        site = web.TCPSite(runner, config.host, config.port, shutdown_timeout=1.0)
+        try:
+            await site.start()
+        except OSError as error:
+            where = f"{config.host}:{config.port}"
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
+        host, port = runner.addresses[0][:2]
+        manager.node["api"] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        socket_path = self._runtime_dir / "admin.sock"
+        socket_path.unlink(missing_ok=True)
+        await web.UnixSite(admin, str(socket_path), shutdown_timeout=1.0).start()
+        socket_path.chmod(0o600)
+        _log.info("API on %s, admin socket %s", manager.node["api"], socket_path)
+
+    def _starts(self, model: Checkpoint, manager: GlobalManager) -> Any:
+        config = self._config
+        max_len = config.max_model_len or model.spec.max_context_tokens
+        cores = node.share_cores(sorted(os.sched_getaffinity(0)), self._num_instances)
+
+        def starts(epoch: int) -> list[Start]:
+            return [
+                Start(
+                    rank=rank,
+                    world_size=self._num_instances,
+                    epoch=epoch,
+                    rendezvous=str(self._runtime_dir / f"rendezvous-{epoch}"),
+                    model_dir=str(model.directory),
+                    load_format="dummy" if config.load_format == "dummy" else "auto",
+                    dtype=model.dtype,
+                    device=self._device,
+                    cores=cores[rank],
+                    kv_pool_tokens=config.kv_pool_tokens,
+                    gpu_memory_utilization=config.gpu_memory_utilization,
+                    max_step_tokens=max(config.max_num_batched_tokens, max_len),
+                    seed=config.seed,
+                )
+                for rank in range(self._num_instances)
+            ]
+
+        return starts
+
+    def _on_progress(self, instance: int | None, stage: str, fraction: float) -> None:
+        """Say each stage once, and long ones at each tenth."""
+        tenth = int(fraction * 10)
+        if self._progress_said.get(instance) == (stage, tenth):
+            return
+        self._progress_said[instance] = (stage, tenth)
+        who = "model" if instance is None else f"instance {instance}"
+        _log.info("%s: %s %d%%", who, stage, round(fraction * 100))
+        systemd.extend_start(os.environ, _START_EXTENSION_S)
+        systemd.notify(os.environ, f"STATUS={who}: {stage} {round(fraction * 100)}%")
+
+    def _say_ready(self, manager: GlobalManager) -> None:
+        status = manager.status()
+        slots = status["pool"]["total"]
+        wanted = self._config.max_model_len
+        if wanted is not None and wanted > slots:
+            _log.warning("max_model_len %d is more than the pool's %d slots", wanted, slots)
+        text = (
+            f"ready: {status['node']['model']} on {self._num_instances} {self._device} instances, "
+            f"{slots:,} KV slots, requests up to {manager.max_model_len:,} tokens"
+        )
+        _log.info("%s", text)
+        systemd.notify(os.environ, "READY=1", f"STATUS={text}")
+
+    # ---- while running -------------------------------------------------------------------------
+
+    async def _chores(self, manager: GlobalManager) -> None:
+        """Feed the watchdog and audit the pool; a loop that hangs stops doing so."""
+        interval = systemd.watchdog_interval_s(os.environ, os.getpid()) or _AUDIT_INTERVAL_S
+        while True:
+            systemd.notify(os.environ, "WATCHDOG=1")
+            manager.audit()
+            await asyncio.sleep(min(interval, _AUDIT_INTERVAL_S))
+
+    async def _drain(self, manager: GlobalManager) -> None:
+        manager.drain()
+        deadline = time.monotonic() + self._config.shutdown_timeout
+        systemd.notify(os.environ, "STOPPING=1", f"STATUS=draining {manager.num_live} requests")
+        while manager.num_live and time.monotonic() < deadline and not self._hurry.is_set():
+            systemd.extend_start(os.environ, _START_EXTENSION_S)
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if manager.num_live:
+            _log.warning("stopping with %d requests unfinished", manager.num_live)
+
+    async def _unless_stopped(self, work: Any) -> bool:
+        """Wait for `work`; False (and cancelled) when a signal came first."""
+        task = asyncio.ensure_future(work)
+        await _first(task, asyncio.create_task(self._stop.wait()))
+        if task.done():
+            task.result()
+            return True
+        await _cancel(task)
+        return False
+
+
+async def _first(*tasks: asyncio.Future[Any]) -> None:
+    """Wait for the first; the last one is ours and is cancelled if it is not that."""
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if not tasks[-1].done():
+        tasks[-1].cancel()
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, WorkerError):
+        await task

@@ -1,0 +1,401 @@
+"""The global manager: the one writer of scheduling state.
+
+Knows: how events reach the scheduler and how its actions are carried out; every live request.
+Does not know: how decisions are made (`sched`), how workers are kept alive (`pool`), text, HTTP.
+
+All methods run on one event loop and none awaits between an event and its actions, so the
+scheduler sees one event at a time. Losing a worker loses KV, not requests: the pool is started
+again under the next epoch and every request is prefilled from its prompt and the tokens it has so
+far, while its client's stream stays open.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+from loongd import wire
+from loongd.errors import RequestError, WorkerError
+from loongd.metrics import Metrics
+from loongd.pool import OnProgress, PoolEvent, WorkerLost, WorkerPool
+from loongd.sched.events import (
+    Action,
+    Arrived,
+    Cancelled,
+    Drain,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    FreeSegments,
+    InstanceJoined,
+    InstanceLost,
+    RunDecode,
+    RunPrefill,
+    StepDone,
+    StepFailed,
+)
+from loongd.sched.plan import PrefillPlan
+from loongd.sched.scheduler import Scheduler
+from loongd.status import engine_status, story_json
+from loongd.steps import LiveRequest, StepReports, step_message
+from loongd.submission import Submission, Timings, Token, TokenStream
+
+_log = logging.getLogger(__name__)
+_RESTARTS_WINDOW_S = 300.0
+_MAX_RESTARTS = 5
+"""More pool restarts than this within the window, and the engine gives up."""
+
+Starts = Callable[[int], list[wire.Start]]
+"""Start messages of all instances for an epoch."""
+
+
+class GlobalManager:
+    """Serves submissions on the instances of a pool (`loongd.submission.Engine`)."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: WorkerPool,
+        metrics: Metrics,
+        *,
+        model_limit_tokens: int,
+        node: dict[str, Any],
+    ) -> None:
+        """`model_limit_tokens` is what the model and the configuration allow a request; `node`
+        are facts for the status page (name, version, model, ...)."""
+        self._scheduler = scheduler
+        self._pool = pool
+        self._metrics = metrics
+        self._model_limit_tokens = model_limit_tokens
+        self.node = node
+        self._began_s = time.monotonic()
+        self._epoch = 0
+        self._live: dict[str, LiveRequest] = {}
+        self._steps: dict[int, StepReports] = {}
+        self._drawn: dict[str, wire.Sampled] = {}
+        self._instances: dict[int, wire.Ready] = {}
+        self._restarts: deque[float] = deque()
+        self._num_rejected = 0
+        self._steps_sent = 0
+        self._audited_at: int | None = None
+        self._failed = False
+        self._stopping = False
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    async def start(self, starts: Starts, on_progress: OnProgress) -> None:
+        """Start all instances and admit requests. Raises WorkerError."""
+        self._epoch += 1
+        ready = await self._pool.start(starts(self._epoch), on_progress)
+        for instance in ready:
+            self._instances[instance.instance] = instance
+            self._apply(InstanceJoined(time.monotonic(), instance.instance, instance.pool_tokens))
+        self._metrics.set_instances(len(ready), len(ready))
+
+    async def run(self, starts: Starts, on_progress: OnProgress) -> None:
+        """Carry events to the scheduler until `stop`, or until the pool cannot be kept alive.
+
+        Raises WorkerError in the second case; every live request has then failed.
+        """
+        while not self._stopping:
+            event = await self._pool.receive()
+            if isinstance(event, WorkerLost):
+                await self._recover(event, starts, on_progress)
+            else:
+                self._on_report(event)
+
+    async def stop(self) -> None:
+        """End the workers; live requests fail with 503."""
+        self._stopping = True
+        self._fail_all(RequestError("the server is shutting down", status=503, code="shutdown"))
+        await self._pool.stop()
+
+    async def _recover(self, lost: WorkerLost, starts: Starts, on_progress: OnProgress) -> None:
+        """Start the pool again; requests wait meanwhile and are prefilled again after."""
+        _log.error("instance %d is lost: %s", lost.instance, lost.message)
+        now = time.monotonic()
+        # Members of a broken exchange may wait for ever, so all workers go.
+        await self._pool.kill()
+        self._steps.clear()
+        for instance in sorted(self._instances):
+            self._apply(InstanceLost(now, instance, lost.message))
+        num_instances = len(self._instances)
+        self._instances.clear()
+        self._metrics.set_instances(0, num_instances)
+        self._restarts.append(now)
+        while self._restarts[0] < now - _RESTARTS_WINDOW_S:
+            self._restarts.popleft()
+        try:
+            if len(self._restarts) > _MAX_RESTARTS:
+                raise WorkerError(
+                    f"workers were lost {len(self._restarts)} times in {_RESTARTS_WINDOW_S:g} s; "
+                    f"last: instance {lost.instance}: {lost.message}"
+                )
+            await self.start(starts, on_progress)
+        except WorkerError as error:
+            self._failed = True
+            self._fail_all(RequestError(str(error), status=503, code="engine_dead"))
+            raise
+
+    # ---- engine --------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """All instances are up and new requests are admitted."""
+        return bool(self._instances) and not (self._failed or self.draining or self._stopping)
+
+    @property
+    def alive(self) -> bool:
+        """The engine makes progress, or restarts its workers."""
+        return not self._failed
+
+    @property
+    def draining(self) -> bool:
+        """New requests are refused."""
+        return self._scheduler.snapshot().draining
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request that model, configuration and pool allow."""
+        slots = sum(ready.pool_tokens for ready in self._instances.values())
+        return min(self._model_limit_tokens, slots) if slots else self._model_limit_tokens
+
+    def submit(self, submission: Submission) -> TokenStream:
+        """Queue a request. Raises RequestError when it cannot be taken."""
+        if self._failed or not self._epoch:
+            raise RequestError(
+                "the engine is not ready", status=503, code="not_ready", retry_after_s=5
+            )
+        now = time.monotonic()
+        stream = TokenStream(submission.request_id, Timings(now), self._cancel)
+        live = LiveRequest(submission, stream)
+        self._live[submission.request_id] = live
+        self._apply(
+            Arrived(
+                now=now,
+                request_id=submission.request_id,
+                prompt_tokens=len(submission.prompt),
+                max_tokens=submission.max_tokens,
+                reserve_tokens=submission.reserve_tokens,
+                stop_token_ids=submission.stop_token_ids,
+                min_tokens=submission.min_tokens,
+            )
+        )
+        refusal = None if submission.request_id in self._live else stream.refusal()
+        if refusal is not None:
+            self._num_rejected += 1
+            self._metrics.request_rejected(refusal.code or "refused")
+            raise refusal
+        live.accepted = True
+        self._metrics.request_started(len(submission.prompt), submission.max_tokens)
+        return stream
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; accepted ones go on."""
+        self._apply(Drain(time.monotonic(), on=True))
+
+    def undrain(self) -> None:
+        """Admit requests again."""
+        self._apply(Drain(time.monotonic(), on=False))
+
+    @property
+    def num_live(self) -> int:
+        """Accepted requests that have not ended."""
+        return len(self._live)
+
+    def _cancel(self, request_id: str, cause: str) -> None:
+        if request_id in self._live:
+            self._apply(Cancelled(time.monotonic(), request_id, cause))
+
+    # ---- events and actions --------------------------------------------------------------------
+
+    def _on_report(self, report: PoolEvent) -> None:
+        now = time.monotonic()
+        match report:
+            case wire.StepDone():
+                reports = self._steps.get(report.step_id)
+                if reports is not None and reports.add(report):
+                    self._on_step_done(reports, now)
+            case wire.StepFailed():
+                if self._steps.pop(report.step_id, None) is not None:
+                    self._apply(StepFailed(now, report.step_id, report.message))
+            case wire.Audit():
+                self._on_audit(report)
+
+    def _on_step_done(self, reports: StepReports, now: float) -> None:
+        plan = reports.plan
+        del self._steps[plan.step_id]
+        self._drawn = reports.sampled
+        phase: Literal["prefill", "decode"] = (
+            "prefill" if isinstance(plan, PrefillPlan) else "decode"
+        )
+        self._metrics.step(phase, plan.dop, reports.num_new_tokens, reports.elapsed_s)
+        self._apply(StepDone(now, plan.step_id, reports.elapsed_s, reports.tokens))
+        self._drawn = {}
+
+    def _apply(self, event: Event) -> None:
+        for action in self._scheduler.handle(event):
+            self._perform(action, event.now)
+        self._show_state()
+
+    def _perform(self, action: Action, now: float) -> None:
+        match action:
+            case RunPrefill() | RunDecode():
+                self._run(action, now)
+            case Emit():
+                self._emit(action, now)
+            case Finish():
+                self._finish(action, now)
+            case Fail():
+                self._fail(action, now)
+            case FreeSegments():
+                message = wire.FreeSegments(segments=list(action.segments))
+                for instance in action.instances:
+                    if instance in self._instances:
+                        self._pool.send(instance, message)
+
+    def _run(self, action: RunPrefill | RunDecode, now: float) -> None:
+        _log.debug("%s", action.reason)
+        plan = action.plan
+        message = step_message(plan, self._epoch, self._live)
+        self._steps[plan.step_id] = StepReports.of(plan)
+        self._steps_sent += 1
+        for instance in plan.members:
+            self._pool.send(instance, message)
+        if isinstance(action, RunPrefill):
+            for item in plan.items:
+                timings = self._live[item.request_id].stream.timings
+                if timings.prefill_started_s is None:
+                    timings.prefill_started_s = now
+
+    def _emit(self, action: Emit, now: float) -> None:
+        live = self._live[action.request_id]
+        live.generated.append(action.token)
+        stream = live.stream
+        stream.num_tokens += 1
+        if live.last_token_s is None:
+            stream.timings.first_token_s = now
+            self._metrics.first_token(now - stream.timings.arrived_s)
+        else:
+            self._metrics.inter_token(now - live.last_token_s)
+        live.last_token_s = now
+        if action.token in live.submission.stop_token_ids:
+            stream.stop_token = action.token
+        else:
+            stream.put_token(_token(self._drawn[action.request_id]))
+
+    def _finish(self, action: Finish, now: float) -> None:
+        live = self._live.pop(action.request_id)
+        live.stream.timings.finished_s = now
+        live.stream.put_end(action.finish_reason)
+        cause = live.stream.finish_reason
+        if action.finish_reason == "cancelled" and cause != "stop":
+            self._metrics.request_cancelled(cause or "client")
+        else:
+            self._count_finished(live, "stop" if cause == "stop" else action.finish_reason)
+
+    def _fail(self, action: Fail, now: float) -> None:
+        live = self._live.pop(action.request_id)
+        error = RequestError(
+            action.message,
+            status=action.status,
+            code=action.code,
+            retry_after_s=5 if action.status == 503 else None,
+        )
+        live.stream.timings.finished_s = now
+        live.stream.put_end(error)
+        if live.accepted:
+            self._count_finished(live, "error")
+
+    def _fail_all(self, error: RequestError) -> None:
+        for live in self._live.values():
+            live.stream.put_end(error)
+            self._count_finished(live, "error")
+        self._live.clear()
+
+    def _count_finished(self, live: LiveRequest, reason: str) -> None:
+        timings = live.stream.timings
+        ended = timings.finished_s or time.monotonic()
+        started, first = timings.prefill_started_s, timings.first_token_s
+        self._metrics.request_finished(
+            reason,
+            prompt_tokens=len(live.submission.prompt),
+            generated_tokens=len(live.generated),
+            queue_s=None if started is None else started - timings.arrived_s,
+            ttft_s=None if first is None else first - timings.arrived_s,
+            e2e_s=ended - timings.arrived_s,
+            decode_s=None if first is None else ended - first,
+        )
+
+    # ---- accounts ------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """A JSON-able snapshot: node, instances, groups, pool, queue, totals."""
+        snapshot = self._scheduler.snapshot()
+        waiting = sum(
+            len(live.submission.prompt)
+            for live in self._live.values()
+            if live.stream.timings.prefill_started_s is None
+        )
+        engine = engine_status(snapshot, self._instances, self._pool.pids, waiting)
+        engine["totals"]["rejected"] = self._num_rejected
+        engine["totals"]["failed"] -= self._num_rejected
+        node = {
+            **self.node,
+            "state": self._state(),
+            "uptime_s": round(time.monotonic() - self._began_s, 3),
+            "max_model_len": self.max_model_len,
+        }
+        return {"node": node, **engine}
+
+    def _state(self) -> str:
+        if self._failed:
+            return "failed"
+        if self.draining or self._stopping:
+            return "draining"
+        return "ready" if self._instances else "starting"
+
+    def story(self, request_id: str) -> dict[str, Any] | None:
+        """A JSON-able account of one request's life; None when unknown."""
+        entries = self._scheduler.story(request_id)
+        return None if entries is None else story_json(request_id, entries)
+
+    def audit(self) -> None:
+        """When nothing runs and something has run since the last audit, ask workers for theirs."""
+        if self._live or self._steps or self._audited_at == self._steps_sent:
+            return
+        self._audited_at = self._steps_sent
+        for instance in self._instances:
+            self._pool.send(instance, wire.AuditRequest())
+
+    def _on_audit(self, audit: wire.Audit) -> None:
+        if self._audited_at != self._steps_sent:
+            return  # a step has started since the question: the numbers no longer compare
+        right = audit.used == 0 and audit.free == audit.total
+        self._metrics.pool_audit(right)
+        if not right:
+            _log.error(
+                "instance %d holds %d of %d KV slots in %d segments while nothing runs; freeing",
+                audit.instance,
+                audit.used,
+                audit.total,
+                audit.num_segments,
+            )
+            self._pool.send(audit.instance, wire.KeepSegments(segments=[]))
+
+    def _show_state(self) -> None:
+        snapshot = self._scheduler.snapshot()
+        pool = snapshot.pool
+        self._metrics.set_pool(pool.total, pool.used, pool.free, pool.reserved)
+        self._metrics.set_queue(snapshot.num_running, snapshot.num_waiting)
+
+
+def _token(sampled: wire.Sampled) -> Token:
+    ids, logprobs = wire.unpack_tokens(sampled.top_ids), array("f")
+    logprobs.frombytes(sampled.top_logprobs)
+    return Token(sampled.token, sampled.logprob, tuple(zip(ids, logprobs, strict=True)))

@@ -1,0 +1,77 @@
+"""What the daemon finds out about its machine: directories, GPUs, cores.
+
+Knows: defaults that depend on the user and the environment. Does not know: models, workers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from loongd.config import Config
+from loongd.errors import ConfigError
+
+
+def runtime_dir(config: Config) -> Path:
+    """The directory for sockets, made with mode 0700. Raises ConfigError."""
+    user = os.getuid()
+    candidates = (config.runtime_dir, os.environ.get("RUNTIME_DIRECTORY"))
+    fallback = os.environ.get("XDG_RUNTIME_DIR")
+    chosen = next((c for c in candidates if c), None) or (
+        f"{fallback}/loongd" if fallback else f"/tmp/loongd-{user}"
+    )
+    path = Path(chosen).absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+        if status.st_uid != user:
+            raise ConfigError(f"runtime_dir {path} belongs to user {status.st_uid}, not {user}")
+        path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"runtime_dir {path}: {error.strerror or error}") from None
+    return path
+
+
+def cache_dir(config: Config) -> Path:
+    """The directory for converted models; not made yet."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser()
+    base = os.environ.get("CACHE_DIRECTORY")
+    if base:
+        return Path(base)
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "loongd" / "converted"
+
+
+def gpus() -> list[str]:
+    """GPUs that a worker would see, without loading CUDA into the daemon."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    nodes = sorted(p.name for p in Path("/dev").glob("nvidia[0-9]*"))
+    return nodes if visible is None else [part for part in visible.split(",") if part.strip()]
+
+
+def device(config: Config) -> str:
+    """cpu or cuda."""
+    if config.device == "auto":
+        return "cuda" if gpus() else "cpu"
+    return config.device
+
+
+def num_instances(config: Config, device: str) -> int:
+    """How many instances to start. Raises ConfigError when GPUs are missing."""
+    if device == "cpu":
+        return config.instances or 1
+    visible = gpus()
+    if not visible:
+        raise ConfigError("device is cuda, but no GPU is visible")
+    if config.instances is not None and config.instances > len(visible):
+        raise ConfigError(f"instances is {config.instances}, but {len(visible)} GPUs are visible")
+    return config.instances or len(visible)
+
+
+def share_cores(cores: list[int], num_instances: int) -> list[list[int]]:
+    """Equal consecutive shares; with fewer cores than instances, instances take turns on them."""
+    if len(cores) < num_instances:
+        return [[cores[i % len(cores)]] for i in range(num_instances)]
+    each = len(cores) // num_instances
+    return [cores[i * each : (i + 1) * each] for i in range(num_instances)]

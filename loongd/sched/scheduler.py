@@ -1,0 +1,303 @@
+"""The one door to scheduling state: events in, actions out.
+
+Knows: what each event means for requests, steps and slots. Does not know: which step to start (the
+policy), the clock, workers, token ids of prompts.
+"""
+
+from __future__ import annotations
+
+from loongd.sched.events import (
+    Action,
+    Arrived,
+    Cancelled,
+    Drain,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    FreeSegments,
+    InstanceJoined,
+    InstanceLost,
+    StepDone,
+    StepFailed,
+    Tick,
+)
+from loongd.sched.instance import InstanceView, Step
+from loongd.sched.policy import Decisions, Limits, Policy, Preempt
+from loongd.sched.request import Phase, Request
+from loongd.sched.snapshot import Snapshot, take_snapshot
+from loongd.sched.starting import Starter
+from loongd.sched.state import State
+from loongd.sched.story import StoryEntry
+from loongd.sched.words import plural
+
+# A request whose running step was lost this often is taken to kill workers, and is failed.
+MAX_LOSSES = 3
+
+
+class Scheduler:
+    """Deterministic: the same events give the same actions."""
+
+    def __init__(self, policy: Policy, limits: Limits) -> None:
+        self._policy = policy
+        self._state = State(limits)
+        self._starter = Starter(self._state)
+        self._actions: list[Action] = []
+
+    def handle(self, event: Event) -> list[Action]:
+        """What is to be done now, in this order; at most one step for each instance."""
+        self._actions = []
+        match event:
+            case Arrived():
+                self._on_arrived(event)
+            case StepDone():
+                self._on_step_done(event)
+            case StepFailed():
+                self._on_step_failed(event)
+            case Cancelled():
+                self._on_cancelled(event)
+            case InstanceJoined():
+                self._on_joined(event)
+            case InstanceLost():
+                self._on_lost(event)
+            case Drain(on=on):
+                self._state.draining = on
+            case Tick():
+                pass
+        self._plan(event.now)
+        return self._actions
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        self._state.check()
+
+    def story(self, request_id: str) -> tuple[StoryEntry, ...] | None:
+        """What happened to a request, oldest first; None when unknown or long ended."""
+        return self._state.stories.get(request_id)
+
+    def snapshot(self) -> Snapshot:
+        """Instances, groups, pool, queue and totals as they are now."""
+        return take_snapshot(self._state)
+
+    # -- events
+
+    def _on_arrived(self, event: Arrived) -> None:
+        state = self._state
+        state.totals.num_arrived += 1
+        request = Request(
+            request_id=event.request_id,
+            order=state.totals.num_arrived,
+            prompt_tokens=event.prompt_tokens,
+            max_tokens=event.max_tokens,
+            reserve_tokens=min(event.reserve_tokens, event.max_tokens),
+            stop_token_ids=event.stop_token_ids,
+            min_tokens=event.min_tokens,
+        )
+        known = (state.find(request.request_id), state.ending.get(request.request_id))
+        assert known == (None, None), f"{request.request_id} exists already"
+        text = (
+            f"{request.request_id} arrived: {request.prompt_tokens:,} prompt tokens, up to "
+            f"{request.max_tokens:,} more ({request.reserve_tokens:,} reserved); "
+            f"{len(state.waiting):,} waiting, {len(state.running):,} running"
+        )
+        state.stories.begin(request.request_id, StoryEntry(event.now, "arrived", text))
+        refusal = self._refusal(request)
+        if refusal is None:
+            state.waiting.add(request)
+        else:
+            message, code, status = refusal
+            self._fail(request, message, code=code, status=status, now=event.now)
+
+    def _refusal(self, request: Request) -> tuple[str, str, int] | None:
+        """Message, code and status when a request cannot be taken at all."""
+        state = self._state
+        if 0 < state.known_slots < request.limit_tokens:
+            message = (
+                f"prompt of {request.prompt_tokens:,} tokens + max_tokens {request.max_tokens:,} = "
+                f"{request.limit_tokens:,} tokens, but the KV pool has {state.known_slots:,} slots"
+            )
+            return message, "context_length_exceeded", 400
+        if state.draining:
+            return "the server is draining and takes no new requests", "draining", 503
+        most = state.limits.max_num_queued_reqs
+        if len(state.waiting) >= most:
+            message = f"the queue is full: {most:,} requests are waiting (max_num_queued_reqs)"
+            return message, "overloaded", 503
+        return None
+
+    def _on_step_done(self, event: StepDone) -> None:
+        step = self._end_step(event.step_id)
+        if step is None:
+            return
+        tokens = dict(event.tokens)
+        for request in step.requests:
+            if request.phase is Phase.ENDED:
+                self._release(request)
+                continue
+            num_tokens = request.num_tokens if step.is_prefill else 1
+            self._state.stories.step_done(
+                request.request_id, num_tokens=num_tokens, elapsed_s=event.elapsed_s
+            )
+            self._state.totals.num_prefill_tokens += num_tokens if step.is_prefill else 0
+            token = tokens.get(request.request_id)
+            if token is None:
+                message = f"step {step.step_id} returned no token for {request.request_id}"
+                self._fail(request, message, code="step_failed", status=500, now=event.now)
+            else:
+                self._on_token(request, token, event.now)
+
+    def _on_token(self, request: Request, token: int, now: float) -> None:
+        if request.phase is Phase.PREFILL:
+            request.move(Phase.DECODE)
+        request.num_generated += 1
+        self._state.totals.num_generated_tokens += 1
+        self._actions.append(Emit(request.request_id, token))
+        finish_reason = request.stops_at(token)
+        if finish_reason is not None:
+            self._finish(request, finish_reason, now)
+
+    def _on_step_failed(self, event: StepFailed) -> None:
+        step = self._end_step(event.step_id)
+        if step is None:
+            return
+        for request in step.requests:
+            if request.phase is Phase.ENDED:
+                self._release(request)
+            else:
+                message = f"step {step.step_id} failed: {event.message}"
+                self._fail(request, message, code="step_failed", status=500, now=event.now)
+
+    def _on_cancelled(self, event: Cancelled) -> None:
+        request = self._state.find(event.request_id)
+        if request is not None:
+            self._finish(request, "cancelled", event.now, cause=event.cause)
+
+    def _on_joined(self, event: InstanceJoined) -> None:
+        known = self._state.instances.get(event.instance)
+        if known is not None and known.alive:
+            self._on_lost(InstanceLost(event.now, event.instance, "joined anew"))
+        self._state.instances[event.instance] = InstanceView(event.instance, event.slots)
+        self._state.pool.add_instance(event.instance, event.slots)
+
+    def _on_lost(self, event: InstanceLost) -> None:
+        state = self._state
+        lost = state.instances.get(event.instance)
+        if lost is None or not lost.alive:
+            return
+        lost.alive = False
+        step = self._end_step(lost.step.step_id) if lost.step else None
+        in_step = step.requests if step else ()
+        for request in in_step:
+            if request.phase is Phase.ENDED:
+                self._release(request)
+            else:
+                request.num_losses += 1
+        why = f"instance {event.instance} was lost ({event.message})"
+        for request in list(state.running.values()):
+            if request in in_step or event.instance in request.holders:
+                self._on_kv_lost(request, why, event.now)
+            elif request.wanted == event.instance:
+                request.wanted = None
+        state.pool.remove_instance(event.instance)
+
+    def _on_kv_lost(self, request: Request, why: str, now: float) -> None:
+        if request.num_losses >= MAX_LOSSES:
+            message = f"{why}; {request.num_losses} steps of {request.request_id} have ended so"
+            self._fail(request, message, code="worker_lost", status=500, now=now)
+            return
+        self._state.totals.num_lost += 1
+        text = f"{why}; {request.request_id} waits to prefill {request.num_tokens:,} tokens again"
+        self._requeue(request, StoryEntry(now, "lost", text))
+
+    # -- ends of steps and requests
+
+    def _end_step(self, step_id: int) -> Step | None:
+        """Free the members of a step; None when it is unknown (dropped before)."""
+        step = self._state.steps.pop(step_id, None)
+        if step is None:
+            return None
+        for instance in step.members:
+            self._state.instances[instance].step = None
+        for request in step.requests:
+            request.step_id = None
+        return step
+
+    def _finish(self, request: Request, reason: str, now: float, *, cause: str = "") -> None:
+        self._state.totals.num_finished[reason] += 1
+        self._actions.append(Finish(request.request_id, reason))
+        text = f"{request.request_id} ended after {plural(request.num_generated, 'token')}: "
+        text += f"{reason} ({cause})" if cause else reason
+        event = "cancelled" if reason == "cancelled" else "finished"
+        self._end(request, StoryEntry(now, event, text))
+
+    def _fail(self, request: Request, message: str, *, code: str, status: int, now: float) -> None:
+        self._state.totals.num_failed[code] += 1
+        self._actions.append(Fail(request.request_id, message, code, status))
+        self._end(request, StoryEntry(now, "failed", message))
+
+    def _end(self, request: Request, entry: StoryEntry) -> None:
+        """Take a request out; its slots are freed now, or when its step ends."""
+        state = self._state
+        if state.waiting.remove(request.request_id) is None:
+            state.running.pop(request.request_id, None)
+        request.move(Phase.ENDED)
+        state.stories.end(request.request_id, entry)
+        if request.step_id is not None:
+            state.ending[request.request_id] = request
+        else:
+            self._free(request, entry.text)
+
+    def _release(self, request: Request) -> None:
+        """The step of a cancelled request is over."""
+        del self._state.ending[request.request_id]
+        self._free(request, f"{request.request_id} was cancelled while its step ran")
+
+    def _requeue(self, request: Request, entry: StoryEntry) -> None:
+        """Drop the KV of a running request; it waits at the front to prefill again."""
+        self._free(request, entry.text)
+        request.move(Phase.WAITING)
+        del self._state.running[request.request_id]
+        self._state.waiting.requeue(request)
+        self._state.stories.add(request.request_id, entry)
+
+    def _free(self, request: Request, reason: str) -> None:
+        segments = request.forget_kv()
+        holders: set[int] = set()
+        for segment in segments:
+            holders.update(self._state.pool.free_segment(segment))
+        alive = tuple(i for i in sorted(holders) if self._state.instances[i].alive)
+        if alive:
+            what = plural(len(segments), "segment")
+            self._actions.append(
+                FreeSegments(
+                    tuple(segments), alive, f"free {what} of {request.request_id}: {reason}"
+                )
+            )
+
+    # -- plans
+
+    def _plan(self, now: float) -> None:
+        """Ask the policy, and again after each preemption, for that changes what is possible."""
+        state = self._state
+        while any(instance.idle for instance in state.instances.values()):
+            decisions = self._policy.decide(state.view())
+            self._carry_out(decisions, now)
+            if decisions.preempt is None:
+                return
+            self._preempt(decisions.preempt, now)
+
+    def _carry_out(self, decisions: Decisions, now: float) -> None:
+        self._state.hold = decisions.hold
+        for request, instance in decisions.wanted:
+            request.wanted = instance
+        for give_up in decisions.give_ups:
+            code = "context_length_exceeded"
+            self._fail(give_up.request, give_up.message, code=code, status=400, now=now)
+        self._actions.extend(self._starter.prefill(start, now) for start in decisions.prefills)
+        self._actions.extend(self._starter.decode(start, now) for start in decisions.decodes)
+
+    def _preempt(self, preempt: Preempt, now: float) -> None:
+        request = preempt.request
+        request.num_preemptions += 1
+        self._state.totals.num_preemptions += 1
+        self._requeue(request, StoryEntry(now, "preempted", preempt.reason))

@@ -1,0 +1,130 @@
+"""All state of the scheduler, and what must always be true of it.
+
+Knows: where each request, step and slot is. Does not know: events, actions, decisions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from loongd.sched.instance import InstanceView, Step
+from loongd.sched.policy import Hold, Limits, View
+from loongd.sched.pool import SlotPool
+from loongd.sched.request import Phase, Request
+from loongd.sched.story import StoryBook
+from loongd.sched.waiting import WaitingQueue
+
+
+@dataclass(slots=True, eq=False)
+class Totals:
+    """Counts since the start."""
+
+    num_arrived: int = 0
+    num_finished: Counter[str] = field(default_factory=Counter)
+    num_failed: Counter[str] = field(default_factory=Counter)
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_lost: int = 0
+    num_scale_downs: int = 0
+    num_scale_ups: int = 0
+
+
+class State:
+    """Attributes only; `sched.scheduler` changes them.
+
+    Attributes:
+        running: requests in prefill or decode.
+        ending: cancelled requests whose step still runs, so whose slots are still used.
+        steps: steps in flight by id.
+        hold: what the policy holds for the head of the queue.
+        known_slots: slots of all instances, lost ones included: they are expected back.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.instances: dict[int, InstanceView] = {}
+        self.pool = SlotPool()
+        self.waiting = WaitingQueue()
+        self.running: dict[str, Request] = {}
+        self.ending: dict[str, Request] = {}
+        self.steps: dict[int, Step] = {}
+        self.hold: Hold | None = None
+        self.draining = False
+        self.stories = StoryBook()
+        self.totals = Totals()
+
+    @property
+    def known_slots(self) -> int:
+        return sum(instance.slots for instance in self.instances.values())
+
+    def find(self, request_id: str) -> Request | None:
+        """A request that waits or runs; None when unknown or ended."""
+        return self.running.get(request_id) or self.waiting.get(request_id)
+
+    def view(self) -> View:
+        """What a policy may see."""
+        return View(
+            limits=self.limits,
+            instances=self.instances,
+            free=self.pool.free_by_instance(),
+            running=self.running,
+            waiting=self.waiting,
+            num_ending_tokens=sum(r.num_tokens for r in self.ending.values()),
+            hold=self.hold,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        self.pool.check()
+        alive = sum(instance.slots for instance in self.instances.values() if instance.alive)
+        assert self.pool.total == alive, f"pool has {self.pool.total} slots, instances {alive}"
+        self._check_requests()
+        self._check_segments()
+        self._check_steps()
+        if not self.running and not self.ending:
+            assert self.pool.used == 0, f"{self.pool.used} slots used, nothing runs"
+
+    def _check_requests(self) -> None:
+        waiting = {r.request_id: r for r in self.waiting}
+        assert len(waiting) == len(self.waiting), "a request waits twice"
+        assert waiting.keys().isdisjoint(self.running), "a request waits and runs"
+        assert self.stories.live == waiting.keys() | self.running.keys(), "stories differ"
+        for request in waiting.values():
+            assert request.phase is Phase.WAITING, f"{request.request_id} waits: {request.phase}"
+            assert not request.segments, f"{request.request_id} waits with KV"
+        for request in self.running.values():
+            assert request.phase in (Phase.PREFILL, Phase.DECODE), request
+            assert request.phase is Phase.DECODE or request.step_id is not None, request
+        for request in self.ending.values():
+            assert request.phase is Phase.ENDED, request
+            assert request.step_id in self.steps, request
+
+    def _check_segments(self) -> None:
+        owned: set[int] = set()
+        for request in (*self.running.values(), *self.ending.values()):
+            assert owned.isdisjoint(request.segments), f"{request.request_id}: shared segment"
+            owned.update(request.segments)
+            counts = [self.pool.counts(segment) for segment in request.segments]
+            num_slots = sum(sum(c.values()) for c in counts)
+            assert num_slots == request.kv_tokens, f"{num_slots} slots for {request}"
+            assert set(request.holders) == {i for c in counts for i in c}, request
+        assert owned == self.pool.segments, "segments without a request"
+
+    def _check_steps(self) -> None:
+        busy = [i for step in self.steps.values() for i in step.members]
+        assert len(busy) == len(set(busy)), f"groups share instances: {busy}"
+        for instance, view in self.instances.items():
+            assert (view.step is not None) == (instance in busy), f"instance {instance}"
+            assert view.alive or view.step is None, f"lost instance {instance} runs a step"
+            assert view.step is None or self.steps[view.step.step_id] is view.step
+        for step in self.steps.values():
+            for request in step.requests:
+                assert request.step_id == step.step_id, request
+                assert set(request.holders) <= set(step.members), request
+        in_steps = sum(len(step.requests) for step in self.steps.values())
+        live = (*self.running.values(), *self.ending.values())
+        assert in_steps == sum(r.step_id is not None for r in live), "a step without request"

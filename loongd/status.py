@@ -1,0 +1,110 @@
+"""Snapshots and stories as JSON-able dictionaries, for `loongctl` and the admin API.
+
+Knows: the names and shapes that operators' tools read. Does not know: how state changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loongd.sched.snapshot import GroupStatus, InstanceStatus, Snapshot
+from loongd.sched.story import StoryEntry
+from loongd.wire import Ready
+
+
+def engine_status(
+    snapshot: Snapshot,
+    ready: Mapping[int, Ready],
+    pids: Mapping[int, int],
+    waiting_tokens: int,
+) -> dict[str, Any]:
+    """Instances, groups, pool, queue and totals of a snapshot."""
+    pool, totals = snapshot.pool, snapshot.totals
+    finished = dict(totals.num_finished)
+    return {
+        "instances": [_instance(i, ready.get(i.instance), pids) for i in snapshot.instances],
+        "groups": [_group(group) for group in snapshot.groups],
+        "pool": {
+            "total": pool.total,
+            "used": pool.used,
+            "free": pool.free,
+            "reserved": pool.reserved,
+        },
+        "queue": {
+            "waiting": snapshot.num_waiting,
+            "running": snapshot.num_running,
+            "waiting_tokens": waiting_tokens,
+        },
+        "totals": {
+            "started": totals.num_arrived,
+            "finished": sum(n for reason, n in finished.items() if reason != "cancelled"),
+            "cancelled": finished.get("cancelled", 0),
+            "failed": sum(totals.num_failed.values()),
+            "failed_by_code": dict(totals.num_failed),
+            "preempted": totals.num_preemptions,
+            "lost": totals.num_lost,
+            "prefill_steps": totals.num_prefill_steps,
+            "decode_steps": totals.num_decode_steps,
+            "prefill_tokens": totals.num_prefill_tokens,
+            "generated_tokens": totals.num_generated_tokens,
+            "scale_downs": totals.num_scale_downs,
+            "scale_ups": totals.num_scale_ups,
+        },
+    }
+
+
+def _instance(
+    status: InstanceStatus, ready: Ready | None, pids: Mapping[int, int]
+) -> dict[str, Any]:
+    return {
+        "id": status.instance,
+        "state": "ready" if status.alive else "lost",
+        "pid": pids.get(status.instance),
+        "device": None if ready is None else ready.device_name,
+        "attention_backend": None if ready is None else ready.attention_backend,
+        "slots_total": status.total,
+        "slots_used": status.used,
+        "slots_free": status.free,
+        "phase": status.doing,
+        "step_id": status.step_id,
+    }
+
+
+def _group(group: GroupStatus) -> dict[str, Any]:
+    return {
+        "members": list(group.members),
+        "dop": group.dop,
+        "phase": group.kind,
+        "num_requests": group.num_requests,
+        "num_tokens": group.num_tokens,
+        "masters": list(group.masters),
+        "step_id": group.step_id,
+        "age_s": round(time.monotonic() - group.started_s, 4),
+    }
+
+
+def story_json(request_id: str, entries: Sequence[StoryEntry]) -> dict[str, Any]:
+    """A request's life; times in seconds since it arrived."""
+    began_s = entries[0].at_s
+    last = entries[-1].event
+    return {
+        "request_id": request_id,
+        "state": last if last in ("finished", "cancelled", "failed") else "live",
+        "entries": [
+            {
+                "at_s": round(entry.at_s - began_s, 4),
+                "event": entry.event,
+                "text": entry.text,
+                "group": list(entry.group) or None,
+                "dop": entry.dop or None,
+                "masters": list(entry.masters),
+                "kept": {str(instance): kept for instance, kept in entry.kept.items()},
+                "num_steps": entry.num_steps,
+                "num_tokens": entry.num_tokens,
+                "duration_s": round(entry.duration_s, 4),
+            }
+            for entry in entries
+        ],
+    }

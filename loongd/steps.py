@@ -1,0 +1,121 @@
+"""Between the scheduler's plans and the workers' messages.
+
+Knows: how a plan (lengths) and the live requests (token ids) make one `RunStep`, and when all
+members of a step have reported.
+Does not know: sockets, why a plan was made, what becomes of the tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from loongd.sched.plan import DecodeItem, DecodePlan, PrefillItem, PrefillPlan
+from loongd.submission import Submission, TokenStream
+from loongd.wire import Extend, RunStep, Sampled, Sampling, StepDone, pack_tokens
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """An accepted request with the tokens it has so far."""
+
+    submission: Submission
+    stream: TokenStream
+    generated: array[int] = field(default_factory=lambda: array("i"))
+    last_token_s: float | None = None
+    accepted: bool = False
+
+    def sampling(self) -> Sampling:
+        """How the next token is drawn, with what depends on the tokens so far filled in."""
+        asked = self.submission.sampling
+        too_early = len(self.generated) < self.submission.min_tokens
+        penalised = (
+            asked.presence_penalty or asked.frequency_penalty or asked.repetition_penalty != 1.0
+        )
+        if not too_early and not penalised:
+            return asked
+        return msgspec.structs.replace(
+            asked,
+            banned=sorted(self.submission.stop_token_ids) if too_early else [],
+            history=pack_tokens(self.submission.prompt + self.generated) if penalised else b"",
+            num_prompt_tokens=len(self.submission.prompt),
+        )
+
+    def tokens(self, start: int, count: int) -> bytes:
+        """Ids at positions `start` .. `start + count - 1` of prompt and answer, packed."""
+        prompt = self.submission.prompt
+        if start >= len(prompt):
+            first = start - len(prompt)
+            return pack_tokens(self.generated[first : first + count])
+        head = prompt[start : start + count]
+        return pack_tokens(head + self.generated[: count - len(head)])
+
+
+def step_message(
+    plan: PrefillPlan | DecodePlan, epoch: int, live: Mapping[str, LiveRequest]
+) -> RunStep:
+    """The message that all members of the plan's group receive."""
+    return RunStep(
+        step_id=plan.step_id,
+        epoch=epoch,
+        members=list(plan.members),
+        batch=[_extend(item, live[item.request_id]) for item in plan.items],
+    )
+
+
+def _extend(item: PrefillItem | DecodeItem, request: LiveRequest) -> Extend:
+    if isinstance(item, DecodeItem):
+        start, count, master, keep, samples = item.position, 1, item.master, [], True
+    else:
+        start, count, master = item.start, item.num_tokens, None
+        keep, samples = list(item.keep), item.samples
+    return Extend(
+        request_id=item.request_id,
+        tokens=request.tokens(start, count),
+        start=start,
+        master=master,
+        segment=item.segment,
+        keep=keep,
+        cached=list(item.cached),
+        holders=list(item.holders),
+        sampling=request.sampling() if samples else None,
+    )
+
+
+@dataclass(slots=True)
+class StepReports:
+    """Reports of one step's members; the step is done when none is missing."""
+
+    plan: PrefillPlan | DecodePlan
+    missing: set[int]
+    elapsed_s: float = 0.0
+    sampled: dict[str, Sampled] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: PrefillPlan | DecodePlan) -> StepReports:
+        return cls(plan, set(plan.members))
+
+    def add(self, report: StepDone) -> bool:
+        """Take one member's report; True when it was the last."""
+        self.missing.discard(report.instance)
+        self.elapsed_s = max(self.elapsed_s, report.elapsed_s)
+        self.sampled.update((sampled.request_id, sampled) for sampled in report.sampled)
+        return not self.missing
+
+    @property
+    def tokens(self) -> tuple[tuple[str, int], ...]:
+        """(request, token) in the plan's order."""
+        return tuple(
+            (item.request_id, self.sampled[item.request_id].token)
+            for item in self.plan.items
+            if item.request_id in self.sampled
+        )
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(
+            1 if isinstance(item, DecodeItem) else item.num_tokens for item in self.plan.items
+        )

@@ -1,0 +1,132 @@
+"""The worker's main loop: receive a message, do it, answer.
+
+Knows: the socket and the order of messages. Does not know: how a step is computed.
+Synchronous on purpose: a step is the only work a worker has, and it has one at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import msgspec
+import zmq
+
+from loongd.errors import LoongError, PlanError
+from loongd.wire import (
+    AuditRequest,
+    Fatal,
+    FreeSegments,
+    Hello,
+    KeepSegments,
+    Progress,
+    RunStep,
+    Start,
+    StepDone,
+    StepFailed,
+    Stop,
+    ToDaemon,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
+from loongd.worker.runner import Runner
+
+_log = logging.getLogger(__name__)
+_ORPHAN_CHECK_MS = 1000
+
+
+class WorkerLoop:
+    """Serves one daemon until `Stop`, a fatal error, or the daemon's death."""
+
+    def __init__(self, socket: zmq.Socket[bytes], instance: int) -> None:
+        self._socket = socket
+        self._instance = instance
+        self._parent = os.getppid()
+        self._epoch = 0
+        self._runner: Runner | None = None
+
+    def run(self) -> int:
+        """Exit code: 0 after `Stop` or when the daemon is gone, 1 after a fatal error."""
+        self._send(Hello(instance=self._instance, pid=os.getpid()))
+        try:
+            while (data := self._receive()) is not None:
+                message = decode_to_worker(data)
+                if isinstance(message, Stop):
+                    break
+                self._handle(message)
+        except LoongError as error:
+            return self._fail(str(error))
+        except msgspec.ValidationError as error:
+            return self._fail(f"bad message from the daemon: {error}")
+        except Exception as error:  # noqa: BLE001 - the loop top: the daemon must learn of it
+            _log.exception("instance %d failed", self._instance)
+            return self._fail(f"{type(error).__name__}: {_first_line(error)}")
+        return 0
+
+    def _receive(self) -> bytes | None:
+        """The next message; None when the daemon has died."""
+        while not self._socket.poll(_ORPHAN_CHECK_MS):
+            if os.getppid() != self._parent:
+                return None
+        return self._socket.recv()
+
+    def _handle(self, message: ToWorker) -> None:
+        if isinstance(message, Start):
+            self._epoch = message.epoch
+            self._runner = Runner.start(message, self._progress)
+            self._send(self._runner.ready())
+            return
+        runner = self._runner
+        if runner is None:
+            raise PlanError(f"{type(message).__name__} before Start")
+        match message:
+            case RunStep():
+                self._step(runner, message)
+            case FreeSegments():
+                runner.free(message.segments)
+            case KeepSegments():
+                runner.keep(message.segments)
+            case AuditRequest():
+                self._send(runner.audit())
+
+    def _step(self, runner: Runner, step: RunStep) -> None:
+        if step.epoch != self._epoch:
+            self._refuse(step, f"epoch {step.epoch}, this worker is in {self._epoch}")
+            return
+        began = time.perf_counter()
+        try:
+            sampled = runner.run(step)
+        except (LoongError, RuntimeError) as error:
+            # With others in the step, they would wait for this member: only alone can it go on.
+            if len(step.members) > 1:
+                raise
+            _log.warning("step %d failed: %s", step.step_id, _first_line(error))
+            self._refuse(step, _first_line(error))
+            return
+        self._send(
+            StepDone(
+                instance=self._instance,
+                step_id=step.step_id,
+                elapsed_s=time.perf_counter() - began,
+                sampled=sampled,
+            )
+        )
+
+    def _refuse(self, step: RunStep, message: str) -> None:
+        self._send(StepFailed(instance=self._instance, step_id=step.step_id, message=message))
+
+    def _progress(self, stage: str, fraction: float) -> None:
+        self._send(Progress(instance=self._instance, stage=stage, fraction=fraction))
+
+    def _send(self, message: ToDaemon) -> None:
+        self._socket.send(encode(message))
+
+    def _fail(self, message: str) -> int:
+        self._send(Fatal(instance=self._instance, message=message))
+        return 1
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

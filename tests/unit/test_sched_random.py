@@ -1,0 +1,309 @@
+"""Random events against the scheduler, judged by an independent model of the workers."""
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from loongd.sched.events import (
+    Arrived,
+    Cancelled,
+    Drain,
+    Emit,
+    Fail,
+    Finish,
+    FreeSegments,
+    InstanceJoined,
+    InstanceLost,
+    RunDecode,
+    RunPrefill,
+    StepDone,
+    StepFailed,
+    Tick,
+)
+from loongd.sched.policies import make_policy
+from loongd.sched.policy import Limits
+from loongd.sched.scheduler import Scheduler
+
+STOP = 7
+
+
+class FakeWorkers:
+    """What workers and clients would see; built from actions alone, asserts that they fit."""
+
+    def __init__(self):
+        self.slots = {}
+        self.kv = defaultdict(Counter)  # instance -> segment -> slots
+        self.steps = {}  # step_id -> plan
+        self.segments = {}  # request_id -> segments that exist, in order
+        self.length = {}  # request_id -> prompt + emitted
+        self.max_tokens = {}
+        self.emitted = Counter()
+        self.ended = {}
+        self.used_segments = set()
+        self.last_step = 0
+
+    def busy(self):
+        return {i for plan in self.steps.values() for i in plan.members}
+
+    def lose(self, instance):
+        del self.slots[instance]
+        self.kv.pop(instance, None)
+        self.steps = {k: p for k, p in self.steps.items() if instance not in p.members}
+
+    def apply(self, actions):
+        for action in actions:
+            match action:
+                case RunPrefill(plan, reason) | RunDecode(plan, reason):
+                    assert reason
+                    self.start(plan)
+                case Emit(request_id, _):
+                    assert request_id not in self.ended
+                    self.emitted[request_id] += 1
+                    self.length[request_id] += 1
+                    assert self.emitted[request_id] <= self.max_tokens[request_id]
+                case Finish(request_id, how):
+                    self.end(request_id, how)
+                case Fail(request_id, message, code, status):
+                    assert message
+                    assert 400 <= status < 600
+                    self.end(request_id, code)
+                case FreeSegments(segments, instances, reason):
+                    assert reason
+                    self.free(segments, instances)
+
+    def end(self, request_id, how):
+        assert request_id not in self.ended
+        self.ended[request_id] = how
+        if how == "length":
+            assert self.emitted[request_id] == self.max_tokens[request_id]
+
+    def free(self, segments, instances):
+        assert set(instances) <= self.slots.keys()
+        writing = {item.segment for plan in self.steps.values() for item in plan.items}
+        assert not writing & set(segments), "freed under a running step"
+        held = {i for i in self.slots if any(self.kv[i][s] for s in segments)}
+        assert held == set(instances), "freed where it is not, or left behind"
+        for instance in instances:
+            for segment in segments:
+                del self.kv[instance][segment]
+        for request_id, owned in self.segments.items():
+            if set(owned) & set(segments):
+                self.segments[request_id] = []
+
+    def start(self, plan):
+        assert plan.step_id > self.last_step
+        self.last_step = plan.step_id
+        assert plan.items
+        assert list(plan.members) == sorted(set(plan.members))
+        assert set(plan.members) <= self.slots.keys()
+        assert not set(plan.members) & self.busy()
+        ids = [item.request_id for item in plan.items]
+        assert len(ids) == len(set(ids))
+        assert not set(ids) & self.ended.keys()
+        for item in plan.items:
+            if hasattr(item, "master"):
+                self.extend(plan, item)
+            else:
+                self.prefill(plan, item)
+        for instance in plan.members:
+            assert self.kv[instance].total() <= self.slots[instance], "more than there are slots"
+        self.steps[plan.step_id] = plan
+
+    def prefill(self, plan, item):
+        assert (item.start, item.cached, item.holders, item.samples) == (0, (), (), True)
+        assert item.num_tokens == self.length[item.request_id]
+        assert sum(n for _, n in item.keep) == item.num_tokens
+        assert all(n > 0 for _, n in item.keep)
+        assert {i for i, _ in item.keep} <= set(plan.members)
+        older = self.segments.get(item.request_id, [])
+        assert not any(self.kv[i][s] for i in self.slots for s in older), "KV was not freed"
+        assert item.segment not in self.used_segments
+        self.used_segments.add(item.segment)
+        self.segments[item.request_id] = [item.segment]
+        for instance, count in item.keep:
+            self.kv[instance][item.segment] += count
+
+    def extend(self, plan, item):
+        owned = self.segments[item.request_id]
+        assert list(item.cached) == owned
+        assert item.position == self.length[item.request_id] - 1
+        covered = sum(self.kv[i][s] for i in self.slots for s in owned)
+        assert covered == item.position, "older tokens are not all there"
+        holders = [i for i in sorted(self.slots) if any(self.kv[i][s] for s in owned)]
+        assert list(item.holders) == holders
+        assert set(holders) | {item.master} <= set(plan.members)
+        if item.segment not in owned:
+            assert item.segment not in self.used_segments
+            self.used_segments.add(item.segment)
+            owned.append(item.segment)
+        assert owned[-1] == item.segment
+        assert len(owned) == 2
+        self.kv[item.master][item.segment] += 1
+
+
+class World:
+    """Drives a scheduler with random events; the same seed gives the same run."""
+
+    def __init__(self, seed, *, num_instances, tiny):
+        self.random = random.Random(seed)
+        self.tiny = tiny
+        limits = Limits(
+            max_num_seqs=self.random.choice([2, 8, 256]),
+            max_num_batched_tokens=self.random.choice([16, 600, 8192]),
+            prefill_tokens_per_instance=self.random.choice([4, 64, 512]),
+            max_num_queued_reqs=self.random.choice([3, 1000]),
+        )
+        self.scheduler = Scheduler(make_policy("fcfs"), limits)
+        self.workers = FakeWorkers()
+        self.now = 0.0
+        self.num_requests = 0
+        self.log = []
+        self.lost = []
+        self.last_slots = {}
+        for instance in range(num_instances):
+            if self.random.random() < 0.9:
+                self.join(instance)
+            else:
+                self.lost.append(instance)
+
+    def handle(self, event):
+        actions = self.scheduler.handle(event)
+        self.log.append((event, tuple(actions)))
+        self.workers.apply(actions)
+        self.scheduler.check()
+        running = [
+            i for a in actions if isinstance(a, RunPrefill | RunDecode) for i in a.plan.members
+        ]
+        assert len(running) == len(set(running))
+
+    def tick(self):
+        self.now += self.random.random()
+        return self.now
+
+    def join(self, instance):
+        low, high = (3, 30) if self.tiny else (50, 8000)
+        slots = self.random.randint(low, high)
+        if self.random.random() < 0.7:
+            slots = self.last_slots.get(instance, slots)
+        self.last_slots[instance] = slots
+        self.workers.slots[instance] = slots
+        self.handle(InstanceJoined(self.tick(), instance, slots))
+
+    def arrive(self):
+        self.num_requests += 1
+        request_id = f"r{self.num_requests}"
+        longest = self.random.choice([5, 40] if self.tiny else [20, 700, 5000])
+        prompt = self.random.randint(1, longest)
+        max_tokens = self.random.randint(1, 25)
+        self.workers.length[request_id] = prompt
+        self.workers.max_tokens[request_id] = max_tokens
+        reserve = self.random.randint(1, self.random.choice([1, max_tokens]))
+        stop = frozenset({STOP}) if self.random.random() < 0.5 else frozenset()
+        self.handle(Arrived(self.tick(), request_id, prompt, max_tokens, reserve, stop))
+
+    def finish_step(self, *, fail=False):
+        if not self.workers.steps:
+            return
+        step_id = self.random.choice(sorted(self.workers.steps))
+        plan = self.workers.steps.pop(step_id)
+        if fail:
+            self.handle(StepFailed(self.tick(), step_id, "out of memory"))
+            return
+        tokens = tuple((item.request_id, self.random.randint(0, 40)) for item in plan.items)
+        self.handle(StepDone(self.tick(), step_id, 0.5, tokens))
+
+    def lose(self):
+        if self.workers.slots:
+            instance = self.random.choice(sorted(self.workers.slots))
+            self.lost.append(instance)
+            self.workers.lose(instance)
+            self.handle(InstanceLost(self.tick(), instance, "killed"))
+
+    def rejoin(self):
+        if self.lost:
+            self.join(self.lost.pop(self.random.randrange(len(self.lost))))
+
+    def cancel(self):
+        if self.num_requests:
+            request_id = f"r{self.random.randint(1, self.num_requests)}"
+            self.handle(Cancelled(self.tick(), request_id, "client"))
+
+    def any_event(self):
+        draw = self.random.random()
+        for limit, act in (
+            (0.25, self.arrive),
+            (0.85, self.finish_step),
+            (0.90, self.cancel),
+            (0.92, self.lose),
+            (0.96, self.rejoin),
+            (0.97, lambda: self.finish_step(fail=True)),
+            (0.98, lambda: self.handle(Drain(self.tick(), self.random.random() < 0.3))),
+            (0.99, lambda: self.handle(Tick(self.tick()))),
+            (1.01, lambda: self.handle(StepDone(self.tick(), 10**9, 0.1, (("nobody", 1),)))),
+        ):
+            if draw < limit:
+                act()
+                return
+
+    def run(self, num_events):
+        for _ in range(num_events):
+            self.any_event()
+        while self.lost:
+            self.rejoin()
+        most = 30 * sum(self.workers.max_tokens.values()) + 1000
+        while self.workers.steps and most:
+            most -= 1
+            self.finish_step()
+        return self
+
+    def check_end(self):
+        assert not self.workers.steps
+        unfinished = self.workers.length.keys() - self.workers.ended.keys()
+        assert not unfinished, "requests that never end"
+        assert self.scheduler.snapshot().pool.used == 0
+        assert sum(kv.total() for kv in self.workers.kv.values()) == 0
+        emitted = self.workers.emitted.total()
+        assert self.scheduler.snapshot().totals.num_generated_tokens == emitted
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    num_instances=st.integers(1, 8),
+    num_events=st.integers(0, 120),
+    tiny=st.booleans(),
+)
+def test_random_events(seed, num_instances, num_events, tiny):
+    world = World(seed, num_instances=num_instances, tiny=tiny).run(num_events)
+    world.check_end()
+    totals = world.scheduler.snapshot().totals
+    event(f"preemptions: {totals.num_preemptions > 0}")
+    event(f"scale-ups: {totals.num_scale_ups > 0}")
+    event(f"scale-downs: {totals.num_scale_downs > 0}")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_replay_is_identical(seed):
+    world = World(seed, num_instances=4, tiny=seed % 2 == 0).run(100)
+    again = Scheduler(make_policy("fcfs"), world.scheduler._state.limits)
+    for past, actions in world.log:
+        assert tuple(again.handle(past)) == actions
+
+
+def test_random_worlds_reach_the_rare_paths():
+    seen = Counter()
+    for seed in range(40):
+        world = World(seed, num_instances=1 + seed % 8, tiny=True).run(150)
+        world.check_end()
+        totals = world.scheduler.snapshot().totals
+        seen["preempted"] += totals.num_preemptions
+        seen["scaled up"] += totals.num_scale_ups
+        seen["scaled down"] += totals.num_scale_downs
+        seen["lost"] += totals.num_lost
+        seen.update(world.workers.ended.values())
+    expected = {"preempted", "scaled up", "scaled down", "lost", "length", "stop", "cancelled"}
+    expected |= {"step_failed", "context_length_exceeded", "draining", "overloaded"}
+    assert expected <= {name for name, count in seen.items() if count > 5}, seen
