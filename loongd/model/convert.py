@@ -179,6 +179,8 @@ def build_config(fields: Fields, tensors: Mapping[str, ReaderTensor], dtype: str
     hparams = _Hyperparameters(fields)
     if hparams.get("expert_count", 0):
         raise ModelError("the GGUF file holds a mixture of experts, which is not supported")
+    if "token_embd.weight" not in tensors:
+        raise ModelError("the GGUF file has no tensor token_embd.weight")
     model_type, class_name = MODEL_TYPES[hparams.architecture]
     num_heads = hparams.need("attention.head_count")
     hidden_size = hparams.need("embedding_length")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loongd.sched.plan import DecodePlan, PrefillPlan
+from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 
 # ---- events -----------------------------------------------------------------------------------
 
@@ -89,9 +89,7 @@ class Tick:
     now: float
 
 
-Event = (
-    Arrived | StepDone | StepFailed | Cancelled | InstanceJoined | InstanceLost | Drain | Tick
-)
+Event = Arrived | StepDone | StepFailed | Cancelled | InstanceJoined | InstanceLost | Drain | Tick
 
 # ---- actions ----------------------------------------------------------------------------------
 
@@ -105,6 +103,14 @@ class RunPrefill:
 @dataclass(frozen=True, slots=True)
 class RunDecode:
     plan: DecodePlan
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Move KV between two instances; ends with a `StepDone` without tokens."""
+
+    plan: MigratePlan
     reason: str
 
 
@@ -143,4 +149,4 @@ class FreeSegments:
     reason: str
 
 
-Action = RunPrefill | RunDecode | Emit | Finish | Fail | FreeSegments
+Action = RunPrefill | RunDecode | Migrate | Emit | Finish | Fail | FreeSegments

@@ -70,3 +70,25 @@ class DecodePlan:
         """The members that are master of at least one request, in group order."""
         used = {item.master for item in self.items}
         return tuple(m for m in self.members if m in used)
+
+
+@dataclass(frozen=True, slots=True)
+class MigratePlan:
+    """A copy of KV from one instance to another, as a step of the two.
+
+    `moves` are (segment, tokens): of each segment, the newest so many tokens that `source` holds
+    go to `target` and leave `source`. A segment keeps its id and its place in its request.
+    """
+
+    step_id: int
+    source: int
+    target: int
+    moves: tuple[tuple[int, int], ...]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (self.source, self.target)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.moves)

@@ -99,6 +99,7 @@ class State:
         for request in self.running.values():
             assert request.phase in (Phase.PREFILL, Phase.DECODE), request
             assert request.phase is Phase.DECODE or request.step_id is not None, request
+            assert request.wanted is None or self.instances[request.wanted].alive, request
         for request in self.ending.values():
             assert request.phase is Phase.ENDED, request
             assert request.step_id in self.steps, request

@@ -78,7 +78,8 @@ class Tokenizer:
         """
         backend = _load_backend(model_dir)
         config = _read_json(model_dir / "tokenizer_config.json")
-        specials = _special_tokens(_read_json(model_dir / "special_tokens_map.json") | config)
+        specials = _special_tokens(_read_json(model_dir / "special_tokens_map.json"))
+        specials |= _special_tokens(config)
         model = _read_json(model_dir / "config.json")
         generation = _read_json(model_dir / "generation_config.json")
         bos = _ids(backend.token_to_id(specials["bos_token"]) if "bos_token" in specials else None)
@@ -250,7 +251,9 @@ def _templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
             return {}
         case str(text):
             return {"default": text}
-        case [*entries]:
+        case [*entries] if all(
+            isinstance(e, dict) and {"name", "template"} <= set(e) for e in entries
+        ):
             return {str(entry["name"]): str(entry["template"]) for entry in entries}
     raise ModelError(f"chat_template in {model_dir} is neither a text nor a list of templates")
 

@@ -315,6 +315,9 @@ def test_unsupported_files_are_refused_by_name(tmp_path: Path) -> None:
     close(writer)
     assert "unknown tensor blk.0.ssm_a.weight" in refusal(path, out_dir)
 
+    close(new_writer(path, "llama", model))
+    assert "no tensor token_embd.weight" in refusal(path, out_dir)
+
     writer = new_writer(path, "llama", model)
     writer.add_rope_dimension_count(8)
     add_weights(writer, model)

@@ -269,7 +269,7 @@ class World:
         assert self.scheduler.snapshot().totals.num_generated_tokens == emitted
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     num_instances=st.integers(1, 8),

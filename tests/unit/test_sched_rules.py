@@ -1,5 +1,7 @@
 """One example for each rule of the scheduler, as lists of actions."""
 
+import random
+
 import pytest
 
 from loongd.sched.events import (
@@ -21,6 +23,7 @@ from loongd.sched.events import (
 from loongd.sched.plan import DecodeItem, DecodePlan, PrefillItem, PrefillPlan
 from loongd.sched.policies import make_policy
 from loongd.sched.policy import Limits
+from loongd.sched.request import Phase, Request
 from loongd.sched.scheduler import Scheduler
 
 
@@ -119,22 +122,25 @@ def test_kv_that_fits_no_single_instance_is_kept_by_the_fewest():
     assert plan.items[0].keep == ((1, 100), (2, 50))
 
 
-def test_short_prompts_take_an_idle_instance_each_then_share():
+def test_short_prompts_share_a_step_up_to_max_num_batched_tokens():
     driver = Driver(max_num_batched_tokens=300)
     for request_id, prompt in (("a", 100), ("b", 200), ("c", 150), ("d", 60), ("e", 500)):
         assert driver.arrive(request_id, prompt) == []
-    driver.join(0, 4000)
-    actions = driver.done(1, "a", "b")
-    assert [item.request_id for item in plans(actions)[0].items] == ["a", "b"]
+    shared = [
+        [item.request_id for item in plans(driver.join(instance, 4000))[0].items]
+        for instance in range(3)
+    ]
+    assert shared == [["a", "b"], ["c", "d"], ["e"]]
 
-    driver = Driver(max_num_batched_tokens=300)
-    for request_id, prompt in (("a", 100), ("b", 200), ("c", 150), ("d", 60), ("e", 500)):
-        driver.arrive(request_id, prompt)
-    driver.handle(Drain, True)
-    (plan,) = plans(driver.join(0, 4000))
-    assert [item.request_id for item in plan.items] == ["a", "b"]
-    (plan,) = plans(driver.join(1, 4000))
-    assert [item.request_id for item in plan.items] == ["c", "d"]
+
+def test_placement_leaves_others_the_room_they_reserved():
+    driver = Driver(100, 100)
+    driver.arrive("a", 10, max_tokens=60)
+    driver.done(1, "a")
+    assert driver.arrive("b", 105, max_tokens=5) == [], "1 is too small, 0 in a step"
+    (plan,) = plans(driver.done(2, "a"))
+    assert plan.items[0].keep == ((1, 100), (0, 5))
+    assert [i.reserved for i in driver.scheduler.snapshot().instances] == [58 + 5, 0]
 
 
 def test_short_prompts_go_where_most_slots_are_free():
@@ -195,19 +201,17 @@ def test_a_full_queue_and_a_draining_server_refuse():
     assert driver.arrive("d", 5) == []
 
 
-def test_prefill_and_decode_alternate_on_an_instance():
-    driver = Driver(1000)
-    driver.arrive("a", 10)
-    for name in "bcd":
-        driver.arrive(name, 400, max_tokens=10, reserve=1)
+def test_prefill_and_decode_alternate_under_load():
+    driver = Driver(10_000, max_num_batched_tokens=400)
+    for n in range(5):
+        driver.arrive(f"r{n}", 400, max_tokens=100)
     order = []
-    step_id, running = 1, ["a"]
-    for _ in range(6):
-        actions = driver.done(step_id, *running)
-        (plan,) = plans(actions)
+    step_id, running = 1, ["r0"]
+    for _ in range(9):
+        (plan,) = plans(driver.done(step_id, *running))
         order.append("prefill" if isinstance(plan, PrefillPlan) else "decode")
         step_id, running = plan.step_id, [item.request_id for item in plan.items]
-    assert order == ["decode", "prefill", "decode", "decode", "decode", "decode"]
+    assert order == ["decode", "prefill"] * 4 + ["decode"]
 
 
 def test_a_waiting_prefill_gets_its_turn_after_one_decode_step():
@@ -248,6 +252,19 @@ def test_the_head_waits_for_busy_slots_while_others_pass_elsewhere():
     head, passer = plans(driver.done(1, "x"))
     assert (head.items[0].request_id, head.members) == ("head", (2,)), "sooner than held"
     assert (passer.items[0].request_id, passer.members) == ("passer", (0,))
+
+
+@pytest.mark.parametrize(("max_tokens", "passes"), [(150, True), (160, False)])
+def test_who_passes_the_head_leaves_it_the_slots_it_was_admitted_for(max_tokens, passes):
+    driver = Driver(100, 200, 210, 50)
+    for request_id, prompt in (("x", 150), ("y", 10), ("z", 10), ("w", 10)):
+        driver.arrive(request_id, prompt, max_tokens=1)
+    driver.arrive("head", 195, max_tokens=10)
+    driver.done(3, "z")
+    driver.done(4, "w")
+    assert driver.scheduler.snapshot().held == (0, 1)
+    actions = driver.arrive("passer", 40, max_tokens=max_tokens)
+    assert [plan.members for plan in plans(actions)] == ([(3,)] if passes else [])
 
 
 # -- decode
@@ -297,6 +314,43 @@ def test_a_decode_without_slots_waits_for_a_busy_instance():
     assert [(i.request_id, i.master) for i in plan.items] == [("busy", 1), ("a", 1)]
 
 
+def test_a_decode_stops_waiting_for_an_instance_that_is_lost():
+    driver = Driver(11, 20, 5)
+    driver.arrive("busy", 8, max_tokens=4, reserve=1)
+    driver.arrive("a", 9, max_tokens=8, reserve=1)
+    driver.arrive("small", 4, max_tokens=1, reserve=1)
+    for step_id in (2, 4):
+        driver.done(step_id, "a")
+    assert kinds(driver.done(5, "a")) == ["Emit"], "all instances with free slots are busy"
+    assert kinds(driver.lose(1)) == [], "instance 2 still runs"
+    actions = driver.done(3, "small")
+    assert kinds(actions) == ["Emit", "Finish", "FreeSegments", "RunDecode"]
+    assert actions[3].plan.members == (0, 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_neither_long_prompts_nor_wide_decodes_starve_under_a_flood(seed):
+    driver = Driver(200, 200, 200, 200, prefill_tokens_per_instance=100)
+    draw = random.Random(seed)
+    steps = {}
+    num_steps = {"long": 0, "wide": 0}
+    for n in range(1000):
+        actions = driver.arrive(f"r{n}", 5 + n % 60, max_tokens=1 + n % 7)
+        if n in (20, 40):
+            actions += driver.arrive("wide" if n == 20 else "long", 350, max_tokens=20)
+        steps |= {p.step_id: [item.request_id for item in p.items] for p in plans(actions)}
+        step_id = draw.choice(sorted(steps))
+        requests = steps.pop(step_id)
+        actions = driver.done(step_id, *requests)
+        steps |= {p.step_id: [item.request_id for item in p.items] for p in plans(actions)}
+        for name in num_steps.keys() & set(requests):
+            num_steps[name] += 1
+        if num_steps == {"long": 20, "wide": 20}:
+            break
+    assert n < 250
+    assert driver.scheduler.snapshot().num_waiting > 5, "there was no flood"
+
+
 def test_masters_are_spread_when_the_batch_is_bound_by_compute():
     driver = Driver(2000, 2000, max_num_seqs=512)
     driver.arrive("a", 10, max_tokens=300)
@@ -342,7 +396,7 @@ def test_full_pool_preempts_the_least_work_which_comes_back_first():
         (plan,) = plans(actions)
         actions = driver.done(plan.step_id, "old")
     (plan,) = plans(actions)
-    assert [(i.request_id, i.num_tokens) for i in plan.items] == [("new", 9), ("later", 1)]
+    assert [(i.request_id, i.num_tokens) for i in plan.items] == [("new", 8), ("later", 1)]
     assert driver.scheduler.snapshot().totals.num_preemptions == 1
 
 
@@ -497,3 +551,19 @@ def test_snapshot_adds_up():
     ]
     driver.lose(1)
     assert driver.scheduler.snapshot().instances[1].doing == "lost"
+
+
+def test_a_request_only_moves_along_legal_transitions():
+    request = Request("a", 1, prompt_tokens=5, max_tokens=2, reserve_tokens=1)
+    with pytest.raises(AssertionError, match=r"WAITING -> Phase\.DECODE"):
+        request.move(Phase.DECODE)
+    request.move(Phase.PREFILL)
+    request.move(Phase.WAITING)
+    request.move(Phase.ENDED)
+    with pytest.raises(AssertionError, match="ENDED"):
+        request.move(Phase.WAITING)
+
+
+def test_unknown_policies_are_named():
+    with pytest.raises(ValueError, match="policy 'x' is unknown; known: fcfs"):
+        make_policy("x")

@@ -156,6 +156,7 @@ def test_ends_are_collected_from_all_files(model_dir: Path) -> None:
     assert tokenizer.bos_token_id == 9
     write(model_dir, "tokenizer_config.json", {"bos_token": "<|im_start|>", "eos_token": None})
     assert Tokenizer.from_dir(model_dir).bos_token_id == 1
+    assert 2 in Tokenizer.from_dir(model_dir).eos_token_ids
 
 
 def test_no_template(model_dir: Path) -> None:
@@ -183,6 +184,10 @@ def test_templates_by_precedence(model_dir: Path) -> None:
     assert rendered(template="{{ bos_token }}") == "<|im_start|>"
     (model_dir / "mine.jinja").write_text("M")
     assert rendered(template=str(model_dir / "mine.jinja")) == "M"
+    (model_dir / "chat_template.jinja").unlink()
+    write(model_dir, "chat_template.json", {"chat_template": ["D"]})
+    with pytest.raises(ModelError, match="neither a text nor a list of templates"):
+        rendered()
     with pytest.raises(ModelError, match=r"nothing.jinja is not a file"):
         rendered(template="nothing.jinja")
 

@@ -1,0 +1,72 @@
+"""Greedy answers of the real model equal transformers' token for token, on any group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from daemon_kit import Server, serving
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+NUM_NEW = 12
+LENGTHS = (10, 17, 64, 150, 301, 520, 900, 1500, 2500, 6000)
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2_dir: Path) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, greedy continuation) of ten prompts of 10 to 6,000 tokens, in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    model = LlamaForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    story = "\n".join(
+        f"Day {day}: the ship made {day * 37 % 91} miles, and the cook served {dish}."
+        for day, dish in enumerate(["soup", "fish", "rice and beans", "bread"] * 120)
+    )
+    ids = tokenizer(story)["input_ids"]
+    pairs = []
+    for length in LENGTHS:
+        prompt = ids[:length]
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, length, dtype=torch.int64),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        pairs.append((prompt, output[0, length:].tolist()))
+    return pairs
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def server(request: pytest.FixtureRequest, smollm2_dir: Path) -> Iterator[Server]:
+    with serving(
+        *("--model", str(smollm2_dir), "--dtype", "float32", "--kv-pool-tokens", "7000"),
+        *("--prefill-tokens-per-instance", "100"),
+        instances=request.param,
+    ) as running:
+        yield running
+
+
+@pytest.mark.timeout(600)
+def test_greedy_tokens_equal_transformers(
+    server: Server, expected: list[tuple[list[int], list[int]]]
+) -> None:
+    for prompt, continuation in expected:
+        status, answer = server.post(
+            "/v1/completions",
+            {
+                "prompt": prompt,
+                "max_tokens": NUM_NEW,
+                "temperature": 0,
+                "return_token_ids": True,
+            },
+        )
+        assert status == 200, answer
+        assert answer["choices"][0]["token_ids"] == continuation, len(prompt)
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+    story = json.loads(server.ctl("story", answer["id"], "--json").stdout)
+    prefill = next(entry for entry in story["entries"] if entry["event"] == "prefill")
+    assert prefill["dop"] == len(server.worker_pids())
+    server.wait_empty()
