@@ -37,7 +37,7 @@ def unpack_tokens(data: bytes) -> array[int]:
     return tokens
 
 
-class Sampling(_Message):
+class Sampling(_Message, frozen=True):
     """How the next token of one request is drawn. Stateless: the same fields give the same token.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` and the position of the
@@ -62,7 +62,7 @@ class Sampling(_Message):
     num_logprobs: int | None = None
 
 
-class Extend(_Message):
+class Extend(_Message, frozen=True):
     """One request's part of a step: new tokens over KV that exists (DESIGN: the extend operation).
 
     Args:
@@ -90,7 +90,7 @@ class Extend(_Message):
     sampling: Sampling | None
 
 
-class Sampled(_Message):
+class Sampled(_Message, frozen=True):
     """The token drawn for a request; `top_ids` (int32) and `top_logprobs` (float32) as bytes."""
 
     request_id: str
@@ -103,7 +103,7 @@ class Sampled(_Message):
 # ---- daemon to worker -------------------------------------------------------------------------
 
 
-class Start(_Message, tag=1):
+class Start(_Message, frozen=True, tag=1):
     """Become instance `rank` of `world_size`; sent once, after `Hello`."""
 
     rank: int
@@ -121,7 +121,7 @@ class Start(_Message, tag=1):
     seed: int
 
 
-class RunStep(_Message, tag=2):
+class RunStep(_Message, frozen=True, tag=2):
     """Run one step of a group. All members get the same message; refused if `epoch` is old."""
 
     step_id: int
@@ -130,23 +130,23 @@ class RunStep(_Message, tag=2):
     batch: list[Extend]
 
 
-class FreeSegments(_Message, tag=3):
+class FreeSegments(_Message, frozen=True, tag=3):
     """Forget these segments and free their slots. Unknown ids are ignored."""
 
     segments: list[int]
 
 
-class KeepSegments(_Message, tag=6):
+class KeepSegments(_Message, frozen=True, tag=6):
     """Forget every segment but these: the repair after an audit that does not add up."""
 
     segments: list[int]
 
 
-class AuditRequest(_Message, tag=4):
+class AuditRequest(_Message, frozen=True, tag=4):
     """Ask for the worker's own account of its slots."""
 
 
-class Stop(_Message, tag=5):
+class Stop(_Message, frozen=True, tag=5):
     """Finish the message in hand and exit 0."""
 
 
@@ -155,14 +155,14 @@ ToWorker = Start | RunStep | FreeSegments | KeepSegments | AuditRequest | Stop
 # ---- worker to daemon -------------------------------------------------------------------------
 
 
-class Hello(_Message, tag=1):
+class Hello(_Message, frozen=True, tag=1):
     """First words of a worker: it runs and waits for `Start`."""
 
     instance: int
     pid: int
 
 
-class Progress(_Message, tag=2):
+class Progress(_Message, frozen=True, tag=2):
     """How far start-up is; `fraction` of the stage, 0 to 1."""
 
     instance: int
@@ -170,7 +170,7 @@ class Progress(_Message, tag=2):
     fraction: float
 
 
-class Ready(_Message, tag=3):
+class Ready(_Message, frozen=True, tag=3):
     """Start-up is over; `pool_tokens` slots are free."""
 
     instance: int
@@ -181,7 +181,7 @@ class Ready(_Message, tag=3):
     attention_backend: str
 
 
-class StepDone(_Message, tag=4):
+class StepDone(_Message, frozen=True, tag=4):
     """One member's part of a step is finished. `elapsed_s` is its wall time."""
 
     instance: int
@@ -190,7 +190,7 @@ class StepDone(_Message, tag=4):
     sampled: list[Sampled]
 
 
-class StepFailed(_Message, tag=5):
+class StepFailed(_Message, frozen=True, tag=5):
     """A step could not run on this member; its requests fail, the worker goes on."""
 
     instance: int
@@ -198,7 +198,7 @@ class StepFailed(_Message, tag=5):
     message: str
 
 
-class Audit(_Message, tag=6):
+class Audit(_Message, frozen=True, tag=6):
     """Slots as the worker counts them: `free + used == total`."""
 
     instance: int
@@ -208,7 +208,7 @@ class Audit(_Message, tag=6):
     num_segments: int
 
 
-class Fatal(_Message, tag=7):
+class Fatal(_Message, frozen=True, tag=7):
     """Last words of a worker that cannot go on; one line for a person."""
 
     instance: int
