@@ -1,0 +1,71 @@
+"""The same daemon on GPUs: greedy tokens equal transformers' on the same weights in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from daemon_kit import serving
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = pytest.mark.gpu
+NUM_GPUS = torch.cuda.device_count()
+NUM_NEW = 16
+LENGTHS = (1, 2, 7, 100, 1001)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama with grouped heads, saved in float32."""
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        eos_token_id=None,
+    )
+    path = tmp_path_factory.mktemp("small-llama")
+    LlamaForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text(
+        '{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,'
+        '"pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,'
+        '"use_regex":true},"post_processor":null,"decoder":{"type":"ByteLevel",'
+        '"add_prefix_space":true,"trim_offsets":true,"use_regex":true},"model":{"type":"BPE",'
+        '"dropout":null,"unk_token":null,"continuing_subword_prefix":null,'
+        '"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,'
+        '"vocab":{"a":0,"b":1},"merges":[]}}'
+    )
+    return path
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("instances", range(1, NUM_GPUS + 1))
+def test_greedy_tokens_equal_transformers(instances: int, model_dir: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with serving(
+        *("--model", str(model_dir), "--device", "cuda", "--dtype", "float32"),
+        *("--kv-pool-tokens", "3000", "--prefill-tokens-per-instance", "4"),
+        instances=instances,
+    ) as server:
+        for length in LENGTHS:
+            prompt = [(37 * i + length) % 1000 for i in range(length)]
+            ids = torch.tensor([prompt], device="cuda")
+            expected = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NUM_NEW,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            body = {"prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}
+            status, answer = server.post("/v1/completions", {**body, "return_token_ids": True})
+            assert status == 200, answer
+            assert answer["choices"][0]["token_ids"] == expected[0, length:].tolist(), length
+        server.wait_empty()
