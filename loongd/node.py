@@ -5,6 +5,7 @@ Knows: defaults that depend on the user and the environment. Does not know: mode
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -30,6 +31,26 @@ def runtime_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"runtime_dir {path}: {error.strerror or error}") from None
     return path
+
+
+def claim(directory: Path) -> int:
+    """Take a runtime directory for this process; returns the descriptor that holds the lock.
+
+    Two daemons in one directory would unlink each other's sockets. Raises ConfigError.
+    """
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise ConfigError(
+            f"runtime_dir {directory} is in use by another loongd (pid {holder}); "
+            "stop it, or give --runtime-dir"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
 
 
 def cache_dir(config: Config) -> Path:
@@ -58,20 +79,28 @@ def device(config: Config) -> str:
 
 
 def num_instances(config: Config, device: str) -> int:
-    """How many instances to start. Raises ConfigError when GPUs are missing."""
+    """How many instances to start, each of `tensor_parallel_size` workers with a GPU each.
+
+    Raises ConfigError when GPUs are missing.
+    """
     if device == "cpu":
         return config.instances or 1
-    visible = gpus()
+    visible, size = len(gpus()), config.tensor_parallel_size
     if not visible:
         raise ConfigError("device is cuda, but no GPU is visible")
-    if config.instances is not None and config.instances > len(visible):
-        raise ConfigError(f"instances is {config.instances}, but {len(visible)} GPUs are visible")
-    return config.instances or len(visible)
+    wanted = (config.instances or 1) * size
+    if wanted > visible:
+        parts = f"instances is {config.instances}" if config.instances else ""
+        if size > 1:
+            parts += f"{' and ' if parts else ''}tensor_parallel_size is {size}"
+            parts += f", which takes {wanted} GPUs" if config.instances else ""
+        raise ConfigError(f"{parts}, but {visible} GPUs are visible")
+    return config.instances or visible // size
 
 
-def share_cores(cores: list[int], num_instances: int) -> list[list[int]]:
-    """Equal consecutive shares; with fewer cores than instances, instances take turns on them."""
-    if len(cores) < num_instances:
-        return [[cores[i % len(cores)]] for i in range(num_instances)]
-    each = len(cores) // num_instances
-    return [cores[i * each : (i + 1) * each] for i in range(num_instances)]
+def share_cores(cores: list[int], num_workers: int) -> list[list[int]]:
+    """Equal consecutive shares; with fewer cores than workers, workers take turns on them."""
+    if len(cores) < num_workers:
+        return [[cores[i % len(cores)]] for i in range(num_workers)]
+    each = len(cores) // num_workers
+    return [cores[i * each : (i + 1) * each] for i in range(num_workers)]

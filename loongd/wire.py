@@ -104,7 +104,11 @@ class Sampled(_Message, frozen=True):
 
 
 class Start(_Message, frozen=True, tag=1):
-    """Become instance `rank` of `world_size`; sent once, after `Hello`."""
+    """Become worker `rank` of `world_size`; sent once, after `Hello`.
+
+    Instance i has workers i * `tensor_parallel_size` up to the next instance's; each gets the
+    instance's messages and does its share of every layer.
+    """
 
     rank: int
     world_size: int
@@ -119,6 +123,17 @@ class Start(_Message, frozen=True, tag=1):
     gpu_memory_utilization: float
     max_step_tokens: int
     seed: int
+    tensor_parallel_size: int = 1
+
+    @property
+    def instance(self) -> int:
+        """The instance that the worker is part of."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def tp_rank(self) -> int:
+        """The worker's place in its instance; 0 answers for it."""
+        return self.rank % self.tensor_parallel_size
 
 
 class RunStep(_Message, frozen=True, tag=2):
@@ -128,6 +143,26 @@ class RunStep(_Message, frozen=True, tag=2):
     epoch: int
     members: list[int]
     batch: list[Extend]
+
+
+class RunMigrate(_Message, frozen=True, tag=7):
+    """Move KV from `source` to `target`; both get the message and answer with `StepDone`.
+
+    Of each (segment, tokens) in `moves`, the newest so many tokens that `source` holds go.
+    `verify` sends checksums along; a difference is fatal.
+    """
+
+    step_id: int
+    epoch: int
+    source: int
+    target: int
+    moves: list[tuple[int, int]]
+    verify: bool = False
+
+    @property
+    def members(self) -> list[int]:
+        """The two instances, as in `RunStep`."""
+        return [self.source, self.target]
 
 
 class FreeSegments(_Message, frozen=True, tag=3):
@@ -150,7 +185,7 @@ class Stop(_Message, frozen=True, tag=5):
     """Finish the message in hand and exit 0."""
 
 
-ToWorker = Start | RunStep | FreeSegments | KeepSegments | AuditRequest | Stop
+ToWorker = Start | RunStep | RunMigrate | FreeSegments | KeepSegments | AuditRequest | Stop
 
 # ---- worker to daemon -------------------------------------------------------------------------
 
@@ -215,7 +250,14 @@ class Fatal(_Message, frozen=True, tag=7):
     message: str
 
 
-ToDaemon = Hello | Progress | Ready | StepDone | StepFailed | Audit | Fatal
+class Beat(_Message, frozen=True, tag=8):
+    """The process runs; `layers` counts the layers it has finished since its start."""
+
+    worker: str
+    layers: int
+
+
+ToDaemon = Beat | Hello | Progress | Ready | StepDone | StepFailed | Audit | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -2,7 +2,8 @@
 
 Knows: Hugging Face tensor names and shapes, safetensors files (single and sharded), and that on a
 CPU several processes share one copy: tensors stay views of the mapped file when no conversion is
-needed, so nothing is fused or touched there. On a GPU q, k, v and gate, up are fused.
+needed, so nothing is fused or touched there. On a GPU q, k, v and gate, up are fused. Of a model
+that several workers share, only this rank's slices are read (`model.shard` says which).
 Does not know: the forward pass. Pickled checkpoints are refused: loading one runs its code.
 
 Letters: D hidden size, F intermediate size, V vocabulary, O outputs of a projection.
@@ -24,10 +25,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from loongd.errors import ModelError
+from loongd.model.shard import WHOLE, Cut, Shard
 from loongd.model.spec import ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 Fetch = Callable[[str], Tensor]
+"""The rank's part of a tensor, by the tensor's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of a model; `lm_head_VD` is `embed_VD` itself when they are tied."""
+    """All weights of a rank; `lm_head_VD` is `embed_VD` itself, or rows of it, when tied."""
 
     embed_VD: Tensor
     layers: list[LayerWeights]
@@ -85,11 +88,13 @@ class Weights:
 
     def num_bytes(self) -> int:
         """Bytes of all weights, a tied matrix counted once."""
-        unique = {id(tensor): tensor for tensor in self._tensors()}
-        return sum(tensor.nbytes for tensor in unique.values())
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def _tensors(self) -> Iterator[Tensor]:
-        yield from (self.embed_VD, self.final_norm_D, self.lm_head_VD)
+        yield from (self.embed_VD, self.final_norm_D)
+        first = self.embed_VD.data_ptr()
+        if not first <= self.lm_head_VD.data_ptr() < first + self.embed_VD.nbytes:
+            yield self.lm_head_VD
         for layer in self.layers:
             yield from (layer.input_norm_D, layer.post_norm_D)
             yield from (norm for norm in (layer.q_norm_H, layer.k_norm_H) if norm is not None)
@@ -107,27 +112,41 @@ def load_weights(
     device: torch.device,
     seed: int,
     progress: Callable[[str, float], None],
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """All weights as `dtype` on `device`.
+    """All weights of one rank as `dtype` on `device`.
 
     Args:
         model_dir: directory of a Hugging Face checkpoint; not read when `load_format` is `dummy`.
         load_format: `auto` and `safetensors` read safetensors; `dummy` draws normal(0, 0.02)
             matrices, and norms of 1, from `seed` and each tensor's name.
         progress: called with ("weights", fraction) after each layer.
+        shard: the rank whose slices are wanted; `spec` is the whole model's. The slices of all
+            ranks make up the tensors of a single one, dummy weights included.
 
     Raises:
         ModelError: a file or tensor is missing, unknown, unreadable or of another shape.
     """
+    shapes = tensor_shapes(spec)
+    shard.spec(spec)
+
+    def cut(name: str) -> Cut | None:
+        return shard.cut(name, shapes[name], spec)
+
     if load_format == "dummy":
-        shapes = tensor_shapes(spec)
-        return _assemble(
-            spec, lambda name: _dummy(name, shapes[name], seed, dtype, device), progress
-        )
+
+        def fetch_dummy(name: str) -> Tensor:
+            return _sliced(_dummy(name, shapes[name], seed, dtype, device), cut(name))
+
+        return _assemble(spec, shard, fetch_dummy, progress)
     with ExitStack() as stack:
         checkpoint = _Checkpoint(model_dir, stack)
-        checkpoint.check(tensor_shapes(spec), tied=spec.tie_word_embeddings)
-        return _assemble(spec, lambda name: checkpoint.fetch(name).to(device, dtype), progress)
+        checkpoint.check(shapes, tied=spec.tie_word_embeddings)
+
+        def fetch(name: str) -> Tensor:
+            return checkpoint.fetch(name, cut(name)).to(device, dtype)
+
+        return _assemble(spec, shard, fetch, progress)
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -195,30 +214,41 @@ def _projections(layer: LayerWeights) -> list[tuple[str, tuple[str, ...], Projec
     ]
 
 
-def _assemble(spec: ModelSpec, fetch: Fetch, progress: Callable[[str, float], None]) -> Weights:
+def _assemble(
+    spec: ModelSpec, shard: Shard, fetch: Fetch, progress: Callable[[str, float], None]
+) -> Weights:
     embed_VD = fetch("model.embed_tokens.weight")
     layers = []
     for index in range(spec.num_layers):
-        layers.append(_layer(spec, fetch, f"model.layers.{index}"))
+        layers.append(_layer(spec, shard, fetch, f"model.layers.{index}"))
         progress("weights", (index + 1) / (spec.num_layers + 1))
     final_norm_D = fetch("model.norm.weight")
-    lm_head_VD = embed_VD if spec.tie_word_embeddings else fetch("lm_head.weight")
+    lm_head_VD = (
+        _tied_head(spec, shard, embed_VD) if spec.tie_word_embeddings else fetch("lm_head.weight")
+    )
     progress("weights", 1.0)
     return Weights(embed_VD, layers, final_norm_D, lm_head_VD)
 
 
-def _layer(spec: ModelSpec, fetch: Fetch, prefix: str) -> LayerWeights:
+def _tied_head(spec: ModelSpec, shard: Shard, embed_VD: Tensor) -> Tensor:
+    cut = shard.cut("lm_head.weight", tuple(embed_VD.shape), spec)
+    return embed_VD if cut is None else embed_VD[cut.start : cut.stop]
+
+
+def _layer(spec: ModelSpec, shard: Shard, fetch: Fetch, prefix: str) -> LayerWeights:
     attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    # After a projection cut by inputs the ranks' outputs are summed: one of them adds the bias.
+    first = shard.rank == 0
     qkv_names = [f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"]
     return LayerWeights(
         input_norm_D=fetch(f"{prefix}.input_layernorm.weight"),
         qkv=_projection(fetch, qkv_names, has_bias=spec.qkv_bias),
         q_norm_H=fetch(f"{attn}.q_norm.weight") if spec.qk_norm else None,
         k_norm_H=fetch(f"{attn}.k_norm.weight") if spec.qk_norm else None,
-        out=_projection(fetch, [f"{attn}.o_proj"], has_bias=spec.o_bias),
+        out=_projection(fetch, [f"{attn}.o_proj"], has_bias=spec.o_bias and first),
         post_norm_D=fetch(f"{prefix}.post_attention_layernorm.weight"),
         gate_up=_projection(fetch, [f"{mlp}.gate_proj", f"{mlp}.up_proj"], has_bias=spec.mlp_bias),
-        down=_projection(fetch, [f"{mlp}.down_proj"], has_bias=spec.mlp_bias),
+        down=_projection(fetch, [f"{mlp}.down_proj"], has_bias=spec.mlp_bias and first),
     )
 
 
@@ -241,6 +271,13 @@ def _dummy(
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
     return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+
+
+def _sliced(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """A part on its own memory, so that the whole can go."""
+    return (
+        tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start).clone()
+    )
 
 
 class _Checkpoint:
@@ -273,8 +310,11 @@ class _Checkpoint:
             if name not in shapes and not ignored:
                 raise ModelError(f"{self._dir}: tensor {name} is not part of this architecture")
 
-    def fetch(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
+    def fetch(self, name: str, cut: Cut | None) -> Tensor:
+        """A tensor or a part of it: on the CPU a view of the mapped file, read when used."""
+        part = slice(None) if cut is None else slice(cut.start, cut.stop)
+        index = (slice(None), part) if cut is not None and cut.dim == 1 else (part,)
+        tensor: Tensor = self._files[name].get_slice(name)[index]
         if not tensor.is_floating_point() or tensor.element_size() == 1:
             raise ModelError(
                 f"{self._dir}: tensor {name} has type {tensor.dtype}; quantized weights "

@@ -17,6 +17,7 @@ from torch import Tensor
 from loongd.kernels.attention import AttentionBackend, windowed_attention
 from loongd.kernels.merge import merge_state_
 from loongd.worker.comm import Pending, Transport
+from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import Keep, PoolPart, RingStep, Rows, StepLayout
 
@@ -64,14 +65,17 @@ class EspAttention:
         *,
         scale: float,
         windows: tuple[int | None, ...],
+        pulse: Pulse | None = None,
     ) -> None:
-        """`windows[layer]` is the sliding window of that layer in tokens, None for none."""
+        """`windows[layer]` is the sliding window of that layer in tokens, None for none; `pulse`
+        counts finished layers."""
         self._layout = layout
         self._kv = kv
         self._transport = transport
         self._backend = backend
         self._scale = scale
         self._windows = windows
+        self._pulse = Pulse() if pulse is None else pulse
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Attention of this member's new tokens: q_TNH, k_TKH, v_TKH in, out_TNH out.
@@ -99,6 +103,7 @@ class EspAttention:
             q_local = q_TNH[layout.local.q_rows]
             state.add(layout.local.q_rows, *self._over_pool(layer, q_local, layout.local))
         self._answer(layer, asked, state, num_heads=q_TNH.shape[1])
+        self._pulse.layers += 1
         return state.result()
 
     # ---- new x new -----------------------------------------------------------------------------

@@ -4,7 +4,8 @@ Knows: pairs of instances; a `Transport` posts one batch of sends and receives a
 Does not know: what the tensors mean. Members derive every exchange from the same plan, in the
 same order, so two sides always agree on counts, order and shapes: no deadlock by construction.
 Groups are only lists of ranks on one world: `new_group` costs 11 ms a group and its
-local-synchronisation form hangs when members' histories differ.
+local-synchronisation form hangs when members' histories differ. The workers of one instance have
+one group of their own for tensor parallelism, made at start by all workers in the same order.
 """
 
 from __future__ import annotations
@@ -45,15 +46,35 @@ class Transport(Protocol):
         """
 
 
+_TIMEOUT = datetime.timedelta(seconds=120)
+
+
 class DistTransport:
-    """torch.distributed point-to-point on the default group: gloo on CPU, NCCL on CUDA."""
+    """torch.distributed point-to-point on the default group: gloo on CPU, NCCL on CUDA.
+
+    Worker `instance * tensor_parallel_size + t` talks to the workers of other instances with the
+    same `t`: each holds the same heads. `tensor_parallel` is its group with the other workers of
+    its instance, None when there is none.
+    """
 
     def __init__(
-        self, *, rank: int, world_size: int, rendezvous: str, device: torch.device
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        device: torch.device,
+        tensor_parallel_size: int = 1,
     ) -> None:
-        """Join the world and open a connection between every pair. Raises WorkerError."""
-        self.rank = rank
+        """Join the world as worker `rank` of `world_size`; raises WorkerError.
+
+        Opens a connection to every worker that this one will talk to.
+        """
+        self.rank = rank // tensor_parallel_size
         self.sent_bytes = 0
+        self.tensor_parallel: DistTensorParallel | None = None
+        self._size = tensor_parallel_size
+        self._offset = rank % tensor_parallel_size
         on_gpu = device.type == "cuda"
         try:
             dist.init_process_group(
@@ -61,34 +82,75 @@ class DistTransport:
                 init_method=f"file://{rendezvous}",
                 rank=rank,
                 world_size=world_size,
-                timeout=datetime.timedelta(seconds=120),
+                timeout=_TIMEOUT,
                 device_id=device if on_gpu else None,
             )
-            self._open_pairs(world_size, device)
+            self._open_pairs(world_size // tensor_parallel_size, device)
+            if tensor_parallel_size > 1:
+                self.tensor_parallel = self._open_groups(world_size)
         except (RuntimeError, ValueError) as error:
             raise WorkerError(f"instances cannot reach each other: {error}") from error
 
-    def _open_pairs(self, world_size: int, device: torch.device) -> None:
+    def _open_pairs(self, num_instances: int, device: torch.device) -> None:
         # NCCL wants the first point-to-point batch from all ranks; gloo connects lazily too.
         mine = torch.full((1,), self.rank, dtype=torch.int64, device=device)
-        others = [rank for rank in range(world_size) if rank != self.rank]
+        others = [rank for rank in range(num_instances) if rank != self.rank]
         theirs = {rank: torch.empty_like(mine) for rank in others}
         self.post([(rank, mine) for rank in others], list(theirs.items())).wait()
         wrong = [rank for rank, seen in theirs.items() if int(seen) != rank]
         if wrong:
             raise WorkerError(f"instance {self.rank} got another's greeting from {wrong}")
 
+    def _open_groups(self, world_size: int) -> DistTensorParallel:
+        # Every worker makes every instance's group, in the same order, and keeps its own.
+        size = self._size
+        groups = [
+            dist.new_group(list(range(first, first + size)), timeout=_TIMEOUT)
+            for first in range(0, world_size, size)
+        ]
+        return DistTensorParallel(groups[self.rank], self._offset, size)
+
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Pending:
-        ops = [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in sends]
-        ops += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in receives]
+        ops = [dist.P2POp(dist.isend, tensor, self._worker(peer)) for peer, tensor in sends]
+        ops += [dist.P2POp(dist.irecv, tensor, self._worker(peer)) for peer, tensor in receives]
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         return _Works(dist.batch_isend_irecv(ops) if ops else [], [t for _, t in sends])
+
+    def _worker(self, instance: int) -> int:
+        return instance * self._size + self._offset
 
     def close(self) -> None:
         """Leave the world; never waits for peers that are gone."""
         dist.destroy_process_group()
+
+
+class DistTensorParallel:
+    """The workers of one instance (`loongd.model.llama.TensorParallel`).
+
+    A call returns when its result is in place (on CUDA: for the current stream). It never
+    overlaps with point-to-point transfers: attention has waited for all of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def all_reduce(self, x_TD: Tensor) -> None:
+        dist.all_reduce(x_TD, group=self._group)
+
+    def all_gather(self, x_BV: Tensor) -> Tensor:
+        parts = [torch.empty_like(x_BV) for _ in range(self.size)]
+        dist.all_gather(parts, x_BV.contiguous(), group=self._group)
+        return torch.cat(parts, dim=1)
+
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values."""
+        everyones = torch.tensor([value], dtype=torch.int64, device=device)
+        dist.all_reduce(everyones, dist.ReduceOp.MIN, group=self._group)
+        return int(everyones)
 
 
 class _Works:
@@ -127,7 +189,7 @@ class LoopbackTransport:
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         self.rank = rank
         self.sent_bytes = 0
-        self._world = world
+        self.world = world
         self._unfilled: deque[tuple[int, Tensor]] = deque()
 
     def post(
@@ -137,7 +199,7 @@ class LoopbackTransport:
             assert tensor.is_contiguous()
             assert tensor.numel()
             self.sent_bytes += tensor.nbytes
-            self._world.box(self.rank, peer).put(tensor.clone())
+            self.world.box(self.rank, peer).put(tensor.clone())
         self._unfilled.extend(receives)
         return _Mail(self, [buffer for _, buffer in receives])
 
@@ -147,7 +209,7 @@ class LoopbackTransport:
         while missing & {id(buffer) for _, buffer in self._unfilled}:
             peer, buffer = self._unfilled.popleft()
             try:
-                message = self._world.box(peer, self.rank).get(timeout=self._world.timeout_s)
+                message = self.world.box(peer, self.rank).get(timeout=self.world.timeout_s)
             except queue.Empty:
                 raise WorkerError(f"nothing came from instance {peer}") from None
             if message.shape != buffer.shape or message.dtype != buffer.dtype:

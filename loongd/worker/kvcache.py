@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from loongd.worker.slots import SlotAllocator
 
@@ -126,6 +127,29 @@ class KvCache:
     def keep(self, segments: Sequence[int]) -> None:
         """Forget all segments but these."""
         self.free([segment for segment in self._segments if segment not in set(segments)])
+
+    @property
+    def device(self) -> torch.device:
+        return self.k_LSKH.device
+
+    def empty_block(self, num_tokens: int) -> Tensor:
+        """Room for `num_tokens` tokens' K and V of all layers: (2, L, T, K, H)."""
+        layers, _, num_kv_heads, head_dim = self.k_LSKH.shape
+        return self.k_LSKH.new_empty((2, layers, num_tokens, num_kv_heads, head_dim))
+
+    def read(self, slots: npt.NDArray[np.int64]) -> Tensor:
+        """K and V of these slots, copied out: (2, L, T, K, H)."""
+        index = torch.from_numpy(slots).to(self.device)
+        block = self.empty_block(len(slots))
+        torch.index_select(self.k_LSKH, 1, index, out=block[0])
+        torch.index_select(self.v_LSKH, 1, index, out=block[1])
+        return block
+
+    def write(self, slots: npt.NDArray[np.int64], block: Tensor) -> None:
+        """The inverse of `read`."""
+        index = torch.from_numpy(slots).to(self.device)
+        self.k_LSKH.index_copy_(1, index, block[0])
+        self.v_LSKH.index_copy_(1, index, block[1])
 
     def check(self) -> None:
         """Assert `free + used == total` and that no slot has two owners."""

@@ -21,7 +21,9 @@ from loongd.wire import (
     Hello,
     KeepSegments,
     Progress,
+    RunMigrate,
     RunStep,
+    Sampled,
     Start,
     StepDone,
     StepFailed,
@@ -31,6 +33,7 @@ from loongd.wire import (
     decode_to_worker,
     encode,
 )
+from loongd.worker.heart import Pulse
 from loongd.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -40,9 +43,10 @@ _ORPHAN_CHECK_MS = 1000
 class WorkerLoop:
     """Serves one daemon until `Stop`, a fatal error, or the daemon's death."""
 
-    def __init__(self, socket: zmq.Socket[bytes], instance: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], instance: int, pulse: Pulse) -> None:
         self._socket = socket
         self._instance = instance
+        self._pulse = pulse
         self._parent = os.getppid()
         self._epoch = 0
         self._runner: Runner | None = None
@@ -75,14 +79,14 @@ class WorkerLoop:
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Start):
             self._epoch = message.epoch
-            self._runner = Runner.start(message, self._progress)
+            self._runner = Runner.start(message, self._progress, self._pulse)
             self._send(self._runner.ready())
             return
         runner = self._runner
         if runner is None:
             raise PlanError(f"{type(message).__name__} before Start")
         match message:
-            case RunStep():
+            case RunStep() | RunMigrate():
                 self._step(runner, message)
             case FreeSegments():
                 runner.free(message.segments)
@@ -91,16 +95,17 @@ class WorkerLoop:
             case AuditRequest():
                 self._send(runner.audit())
 
-    def _step(self, runner: Runner, step: RunStep) -> None:
+    def _step(self, runner: Runner, step: RunStep | RunMigrate) -> None:
         if step.epoch != self._epoch:
             self._refuse(step, f"epoch {step.epoch}, this worker is in {self._epoch}")
             return
         began = time.perf_counter()
         try:
-            sampled = runner.run(step)
+            sampled = self._run(runner, step)
         except (LoongError, RuntimeError) as error:
-            # With others in the step, they would wait for this member: only alone can it go on.
-            if len(step.members) > 1:
+            # With others in the step, they would wait for this worker: only alone can it go on.
+            # (A LoongError of a single member comes before or after all that its workers share.)
+            if len(step.members) > 1 or not (runner.alone or isinstance(error, LoongError)):
                 raise
             _log.warning("step %d failed: %s", step.step_id, _first_line(error))
             self._refuse(step, _first_line(error))
@@ -114,7 +119,14 @@ class WorkerLoop:
             )
         )
 
-    def _refuse(self, step: RunStep, message: str) -> None:
+    @staticmethod
+    def _run(runner: Runner, step: RunStep | RunMigrate) -> list[Sampled]:
+        if isinstance(step, RunStep):
+            return runner.run(step)
+        runner.migrate(step)
+        return []
+
+    def _refuse(self, step: RunStep | RunMigrate, message: str) -> None:
         self._send(StepFailed(instance=self._instance, step_id=step.step_id, message=message))
 
     def _progress(self, stage: str, fraction: float) -> None:

@@ -18,28 +18,33 @@ from torch import Tensor
 
 from loongd.errors import ModelError, WorkerError
 from loongd.kernels.attention import AttentionBackend, select_backend
-from loongd.model.llama import Llama
+from loongd.model.llama import LINEAR_CHUNK_TOKENS, Llama
 from loongd.model.sampler import Drawn, sample
+from loongd.model.shard import Shard
 from loongd.model.spec import ModelSpec
 from loongd.model.weights import load_weights
-from loongd.wire import Audit, Ready, RunStep, Sampled, Start
+from loongd.wire import Audit, Ready, RunMigrate, RunStep, Sampled, Start
 from loongd.worker.attention import EspAttention
-from loongd.worker.comm import DistTransport, LoopbackWorld, Transport
+from loongd.worker.comm import DistTensorParallel, DistTransport, LoopbackWorld, Transport
+from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import StepLayout, lay_out
+from loongd.worker.migrate import migrate
 
 _CPU_POOL_TOKENS = 16384
 """Default slots of a CPU instance; pages of the pool are taken only when they are written."""
 _CPU_POOL_SHARE = 0.25
 """Most of the available memory that the pools of all CPU instances may take by default."""
-_PROFILED_TOKENS = 16384
-"""Tokens of the forward pass that measures the memory of activations."""
+_PROFILED_TOKENS = 4 * LINEAR_CHUNK_TOKENS
+"""Most tokens of the forward passes that measure the memory of activations."""
 _GPU_RESERVE_BYTES = 2 << 30
 """Kept for NCCL, cuBLAS and the allocator's fragments."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
+    """What a runner works with; `spec` is this worker's share of the model."""
+
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
@@ -48,40 +53,47 @@ class _Parts:
     transport: Transport
     backend: AttentionBackend
     kv: KvCache
+    tensor_parallel: DistTensorParallel | None
 
 
 class Runner:
     """Runs steps; one at a time, each to its end."""
 
-    def __init__(self, parts: _Parts, instance: int) -> None:
+    def __init__(self, parts: _Parts, instance: int, pulse: Pulse) -> None:
         self._parts = parts
         self._instance = instance
+        self._pulse = pulse
         spec = parts.spec
         self._windows = tuple(spec.window(layer) for layer in range(spec.num_layers))
 
     @classmethod
-    def start(cls, start: Start, progress: Callable[[str, float], None]) -> Runner:
+    def start(cls, start: Start, progress: Callable[[str, float], None], pulse: Pulse) -> Runner:
         """Pin, join the world, load weights, take the pool, warm up.
 
         Raises ModelError or WorkerError with one readable line.
         """
         device = _take_device(start)
-        spec = ModelSpec.from_dir(Path(start.model_dir))
+        whole = ModelSpec.from_dir(Path(start.model_dir))
+        shard = Shard(start.tp_rank, start.tensor_parallel_size)
+        spec = shard.spec(whole)
         dtype = _torch_dtype(start.dtype)
         progress("connect", 0.0)
-        transport = _join_world(start, device)
+        transport, tensor_parallel = _join_world(start, device)
         weights = load_weights(
             Path(start.model_dir),
-            spec,
+            whole,
             load_format=start.load_format,
             dtype=dtype,
             device=device,
             seed=start.seed,
             progress=progress,
+            shard=shard,
         )
-        model = Llama(spec, weights, device, dtype)
+        model = Llama(spec, weights, device, dtype, tensor_parallel=tensor_parallel)
         progress("kv pool", 0.0)
         num_slots = start.kv_pool_tokens or _pool_tokens(start, spec, model, device, dtype)
+        if tensor_parallel is not None:
+            num_slots = tensor_parallel.smallest(num_slots, device)
         kv = KvCache(
             num_layers=spec.num_layers,
             num_slots=num_slots,
@@ -91,14 +103,29 @@ class Runner:
             device=device,
         )
         backend = select_backend(device, dtype, spec.head_dim, spec.head_dim**-0.5)
-        parts = _Parts(spec, device, dtype, weights.num_bytes(), model, transport, backend, kv)
-        runner = cls(parts, start.rank)
+        parts = _Parts(
+            spec,
+            device,
+            dtype,
+            weights.num_bytes(),
+            model,
+            transport,
+            backend,
+            kv,
+            tensor_parallel,
+        )
+        runner = cls(parts, start.instance, pulse)
         progress("warm-up", 0.0)
         runner.warm_up()
         return runner
 
+    @property
+    def alone(self) -> bool:
+        """Whether this worker is all of its instance."""
+        return self._parts.tensor_parallel is None
+
     def ready(self) -> Ready:
-        """The facts that the daemon wants of a started instance."""
+        """The facts that the daemon wants of a started worker."""
         parts = self._parts
         return Ready(
             instance=self._instance,
@@ -129,9 +156,18 @@ class Runner:
         self._parts.kv.keep(segments)
 
     @torch.inference_mode()
-    def run(self, step: RunStep) -> list[Sampled]:
-        """This member's part of a step; collective over its members.
+    def migrate(self, message: RunMigrate) -> None:
+        """This worker's side of moving KV; collective over the two instances' workers.
 
+        Raises PlanError, WorkerError, or RuntimeError from torch.
+        """
+        migrate(message, self._instance, self._parts.kv, self._parts.transport)
+
+    @torch.inference_mode()
+    def run(self, step: RunStep) -> list[Sampled]:
+        """This worker's part of a step; collective over all workers of its members.
+
+        Tokens are drawn by the first worker of an instance; the others return none.
         Raises PlanError for a plan that contradicts the pool, WorkerError for lost peers or
         broken logits, RuntimeError from torch; the pool is as before in all cases.
         """
@@ -174,6 +210,7 @@ class Runner:
             parts.backend,
             scale=parts.spec.head_dim**-0.5,
             windows=self._windows if windowed else (None,) * parts.spec.num_layers,
+            pulse=self._pulse,
         )
         hidden_TD = parts.model.forward(
             self._tensor(layout.tokens),
@@ -184,6 +221,8 @@ class Runner:
         if not layout.sampled:
             return []
         logits_BV = parts.model.logits(hidden_TD[list(layout.sample_rows)])
+        if parts.tensor_parallel is not None and parts.tensor_parallel.rank:
+            return []
         params = [e.sampling for e in layout.sampled if e.sampling is not None]
         positions = [e.start + len(e.tokens) // 4 for e in layout.sampled]
         drawn = sample(logits_BV, params, positions)
@@ -218,7 +257,10 @@ def _take_device(start: Start) -> torch.device:
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if start.rank >= num_gpus:
-        raise WorkerError(f"instance {start.rank} has no GPU: {num_gpus} visible")
+        raise WorkerError(
+            f"worker {start.rank} (instance {start.instance}, tp_rank {start.tp_rank}) has no GPU: "
+            f"{num_gpus} visible"
+        )
     device = torch.device("cuda", start.rank)
     torch.cuda.set_device(device)
     # Full float32 products where float32 was asked for; half-precision types are unaffected.
@@ -230,15 +272,17 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _join_world(start: Start, device: torch.device) -> Transport:
+def _join_world(start: Start, device: torch.device) -> tuple[Transport, DistTensorParallel | None]:
     if start.world_size == 1:
-        return LoopbackWorld(1).transport(0)
-    return DistTransport(
+        return LoopbackWorld(1).transport(0), None
+    transport = DistTransport(
         rank=start.rank,
         world_size=start.world_size,
         rendezvous=start.rendezvous,
         device=device,
+        tensor_parallel_size=start.tensor_parallel_size,
     )
+    return transport, transport.tensor_parallel
 
 
 def _pool_tokens(
@@ -264,8 +308,20 @@ def _pool_tokens(
 
 
 def _activation_bytes(start: Start, model: Llama, device: torch.device) -> int:
-    """Memory of a step of `max_step_tokens`, extrapolated from a measured smaller one."""
-    tokens = min(start.max_step_tokens, _PROFILED_TOKENS)
+    """Memory of a step of `max_step_tokens`: measured, or on a line through two smaller ones.
+
+    The linear layers work in chunks, so only what attention needs grows with the step.
+    """
+    wanted = start.max_step_tokens
+    more = min(wanted, _PROFILED_TOKENS)
+    less = more // 2
+    peak, half = (_peak_bytes(model, tokens, device) for tokens in (more, less))
+    per_token = (peak - half) / max(more - less, 1)
+    return int(1.25 * (peak + per_token * (wanted - more)))
+
+
+def _peak_bytes(model: Llama, tokens: int, device: torch.device) -> int:
+    """Most memory that a forward pass takes on top of what is taken."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -273,7 +329,7 @@ def _activation_bytes(start: Start, model: Llama, device: torch.device) -> int:
     model.forward(zeros, zeros, zeros + 1, lambda _, q, __, ___: (q.float() + q.float()).to(q))
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return int(peak * 1.25 * max(1.0, start.max_step_tokens / tokens))
+    return peak
 
 
 def _available_bytes() -> int:

@@ -56,6 +56,20 @@ def test_a_killed_worker_loses_no_request(smollm2_dir: Path) -> None:
         assert story["state"] == "finished"
 
 
+def test_a_frozen_worker_is_replaced_within_seconds(smollm2_dir: Path) -> None:
+    """SIGSTOP is the silent failure: no connection breaks, no process ends."""
+    with serving("--model", str(smollm2_dir), "--worker-timeout", "4", instances=2) as server:
+        answers: list[Any] = []
+        thread = _ask(server, answers, prompt=list(range(20, 60)), max_tokens=80)
+        _wait_for_decode(server)
+        os.kill(server.worker_pids()[0], signal.SIGSTOP)
+        thread.join()
+        assert answers[0][0] == 200
+        assert answers[0][1]["usage"]["completion_tokens"] == 80
+        assert "gave no sign of life" in server.log
+        server.wait_empty()
+
+
 def test_sigterm_lets_running_requests_finish(smollm2_dir: Path) -> None:
     with serving("--model", str(smollm2_dir), instances=2) as server:
         answers: list[Any] = []

@@ -159,7 +159,6 @@ def test_variables_of_loongd_that_are_no_options_pass() -> None:
 @pytest.mark.parametrize(
     ("cli", "part"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but only 1 is supported"),
         ({"host": ""}, "host is empty"),
         ({"api_key": ["good", " "]}, "api_key holds an empty key"),
         (

@@ -73,7 +73,7 @@ def test_file_environment_and_flags_are_layers(tmp_path: Path) -> None:
         (["m", "--port", "x"], "--port 'x': expected a whole number from 0 to 65535"),
         (["m", "--config", "/no/such"], "/no/such: no such file"),
         (["m", "--config", "/"], "/: cannot be read: Is a directory"),
-        (["m", "-tp", "2"], "tensor_parallel_size is 2, but only 1 is supported"),
+        (["m", "-tp", "0"], "--tensor-parallel-size '0': expected a whole number of at least 1"),
     ],
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(

@@ -390,7 +390,7 @@ def test_full_pool_preempts_the_least_work_which_comes_back_first():
     assert kinds(actions) == ["Emit", "FreeSegments", "RunDecode"]
     assert actions[1].reason.startswith("free 2 segments of new: preempt new: all 20 slots")
     assert [item.request_id for item in actions[2].plan.items] == ["old"]
-    events = [entry.event for entry in driver.scheduler.story("new")]
+    events = [entry.event for entry in driver.scheduler.story("new").entries]
     assert events == ["arrived", "prefill", "decode", "preempted"]
     while not any(isinstance(action, Finish) for action in actions):
         (plan,) = plans(actions)
@@ -449,7 +449,7 @@ def test_lost_instance_sends_its_requests_back_to_prefill_all_they_have():
     assert plan.items[0].request_id == "wide"
     assert plan.items[0].num_tokens == 151
     assert driver.done(2, "wide") == [], "the dropped step reports late"
-    assert "lost" in [entry.event for entry in driver.scheduler.story("wide")]
+    assert "lost" in [entry.event for entry in driver.scheduler.story("wide").entries]
 
 
 def test_a_request_too_large_for_the_survivors_waits_for_the_lost_one():
@@ -520,7 +520,9 @@ def test_story_merges_equal_decode_steps():
     driver.arrive("a", 5, max_tokens=4)
     for step_id in range(1, 5):
         driver.done(step_id, "a", elapsed_s=0.25)
-    arrived, prefill, decode, finished = driver.scheduler.story("a")
+    story = driver.scheduler.story("a")
+    assert (story.prompt_tokens, story.generated_tokens) == (5, 4)
+    arrived, prefill, decode, finished = story.entries
     assert arrived.text.startswith("a arrived: 5 prompt tokens, up to 4 more")
     assert (prefill.dop, prefill.kept, prefill.num_tokens) == (1, {0: 5}, 5)
     assert prefill.duration_s == 0.25

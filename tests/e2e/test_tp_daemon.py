@@ -7,13 +7,12 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from daemon_kit import Server, launch, serving
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 VOCAB = 96
@@ -66,8 +65,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausal
     model = LlamaForCausalLM(config).eval()
     directory = tmp_path_factory.mktemp("tiny") / "model"
     model.save_pretrained(directory)
-    words = {f"w{token}": token for token in range(VOCAB)}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer(BPE({f"w{token}": token for token in range(VOCAB)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory, model
 
 
@@ -133,8 +133,9 @@ def refusal(directory: Path, *arguments: str) -> tuple[int, str]:
 def test_a_size_that_does_not_divide_is_refused_before_workers_start(
     smollm2_dir: Path, tmp_path: Path
 ) -> None:
-    started: Any = refusal(tmp_path, "--model", str(smollm2_dir), "-tp", "2")
-    assert started[0] not in (0, None)
-    assert started[1].endswith(
-        "tensor_parallel_size = 2 does not divide num_attention_heads = 9; sizes that work: 1, 3"
+    code, complaint = refusal(tmp_path, "--model", str(smollm2_dir), "-tp", "2")
+    assert code == 1
+    assert complaint == (
+        "loongd: error: tensor_parallel_size = 2 does not divide num_attention_heads = 9; "
+        "sizes that work: 1, 3"
     )

@@ -1,0 +1,117 @@
+"""Compile every launch of the kernels' wrappers for sm_80 and sm_90, without a GPU.
+
+Runs the wrappers on small CPU tensors with `JITFunction.run` replaced by one that compiles what
+it would have launched, specialised as at run time. One JSON line a distinct binary on stdout.
+Run in a process of its own: the interpreter must be off.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from loongd.kernels.gpu import attend, elementwise, merge, pool, sampling
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+ARCHS = (80, 90)
+_seen: set[str] = set()
+
+
+def _describe(name: str, value: Any, is_constexpr: bool) -> tuple[str, bool]:
+    """(type, divisible by 16) of an argument, as the launcher specialises it."""
+    if is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        return "constexpr", False
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype], True
+    if isinstance(value, int):
+        return "i32", value % 16 == 0
+    return "fp32", False
+
+
+def _compile(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    del grid, warmup
+    options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages") if key in kwargs}
+    values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    signature, constexprs, attrs = {}, {}, {}
+    for i, param in enumerate(self.params):
+        value = values[param.name]
+        kind, divisible = _describe(param.name, value, param.is_constexpr)
+        signature[param.name] = kind
+        if kind == "constexpr":
+            constexprs[(i,)] = value
+        if divisible:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    for arch in ARCHS:
+        key = f"{self.__name__} {arch} {signature} {constexprs} {attrs} {options}"
+        if key in _seen:
+            continue
+        _seen.add(key)
+        source = ASTSource(self, signature, constexprs, attrs)
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        text = built.asm["ptx"]
+        result = {
+            "kernel": self.__name__,
+            "arch": arch,
+            "shared": built.metadata.shared,
+            "async_copies": text.count("cp.async.cg"),
+            "wgmma": "wgmma" in text,
+            "types": sorted({kind for kind in signature.values() if kind.startswith("*")}),
+            "constants": {str(self.arg_names[i]): v for (i,), v in constexprs.items()},
+        }
+        sys.stdout.write(json.dumps(result, default=str) + "\n")
+
+
+def _attention(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
+    q = torch.zeros(300, heads, head_dim, dtype=dtype)
+    k = torch.zeros(256, kv_heads, head_dim, dtype=dtype)
+    slots = torch.zeros(256, dtype=torch.int64)
+    cu = torch.tensor([0, 1, 2], dtype=torch.int32)
+    attend.split_kv(q[:2], k, k, slots, None, cu, scale=1.0)
+    attend.extend(q, k, k, slots, ((0, 300, 0, 256),), scale=1.0)
+    attend.extend(q[:256], k, k, None, ((0, 256, 0, 256),), scale=1.0, causal=True)
+
+
+def _small(dtype: torch.dtype) -> None:
+    x = torch.zeros(3, 4096, dtype=dtype)
+    elementwise.rms_norm(x, x[0], 1e-5)
+    elementwise.add_rms_norm(x, x.clone(), x[0], 1e-5)
+    elementwise.silu_mul(x[:, :2048], x[:, 2048:])
+    q, k = x.view(3, 32, 128), x[:, :1024].view(3, 8, 128)
+    angles = torch.zeros(3, 128, dtype=dtype)
+    slots = torch.zeros(3, dtype=torch.int64)
+    pool.apply_rotary(q, k, angles, angles)
+    pool.rope_store_kv(q, k, k, angles, angles, slots, k, k)
+    pool.store_kv(k, k, slots, k, k)
+    pool.store_kv(k, k, slots, k, k, rows_R=slots)
+    state = torch.zeros(3, 32, 128), torch.zeros(3, 32)
+    merge.merge_state_(*state, q, state[1])
+    sampling.best_tokens(torch.zeros(3, 32000))
+
+
+def main(cases: list[str]) -> None:
+    """Each case is `dtype:head_dim:heads:kv_heads`, or `dtype` for the small kernels."""
+    JITFunction.run = _compile  # type: ignore[method-assign]
+    for case in cases:
+        name, *sizes = case.split(":")
+        dtype: torch.dtype = getattr(torch, name)
+        if sizes:
+            _attention(dtype, *map(int, sizes))
+        else:
+            _small(dtype)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,167 @@
+"""Attention kernels equal float64 attention, whatever the spans, strides and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from kernel_kit import assert_close, make_problem, poisoned
+
+from loongd.kernels import reference
+from loongd.kernels.gpu import attend
+from loongd.kernels.gpu.plan import Tiling, extend_tiling, plan_tiles
+
+SMALL = Tiling(block_m=16, block_k=16, num_warps=4, num_stages=2, programs=10, merge_rows=1)
+HALF = torch.float16
+FULL = torch.float32
+
+DECODE_SPANS: tuple[tuple[int, ...], ...] = (
+    (1,),
+    (70, 0, 1, 16, 17),
+    (0, 0),
+    (0, 150, 0, 0, 3, 2, 1, 0),
+    (20, 9),
+)
+
+
+@pytest.mark.parametrize("k_lens", DECODE_SPANS)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 1)], ids=str)
+def test_split_kv_any_lengths(
+    device: torch.device, k_lens: Sequence[int], heads: tuple[int, int]
+) -> None:
+    p = make_problem(
+        [1] * len(k_lens), k_lens, heads=heads, head_dim=64, dtype=FULL, device=device
+    )
+    with poisoned():
+        out, lse = attend.split_kv(
+            p.q_TNH, p.k_SKH, p.v_SKH, p.slots, None, p.cu_k, scale=p.scale, tiling=SMALL
+        )
+    q, k, v, slots = p.doubled
+    expected = reference.split_kv(q, k, v, slots, None, p.cu_k, scale=p.scale)
+    assert_close(out, expected[0], FULL)
+    assert_close(lse, expected[1], FULL)
+
+
+@pytest.mark.parametrize("dtype", [FULL, HALF], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_split_kv_any_head_dim(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    p = make_problem(
+        [2, 0, 3, 1],
+        [33, 5, 0, 64],
+        heads=(6, 2),
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        slot_type=torch.int32,
+    )
+    with poisoned():
+        out, lse = attend.split_kv(
+            p.q_TNH, p.k_SKH, p.v_SKH, p.slots, p.cu_q, p.cu_k, scale=p.scale, max_q=3
+        )
+    q, k, v, slots = p.doubled
+    expected = reference.split_kv(q, k, v, slots, p.cu_q, p.cu_k, scale=p.scale, max_q=3)
+    assert_close(out, expected[0], dtype)
+    assert_close(lse, expected[1], dtype)
+
+
+def test_split_kv_ignores_slots_past_the_last_span(device: torch.device) -> None:
+    p = make_problem([1, 1], [20, 9], heads=(4, 2), head_dim=64, dtype=FULL, device=device)
+    padded = torch.cat((p.slots, torch.full((40,), 1 << 40, device=device)))
+    with poisoned():
+        out, lse = attend.split_kv(
+            p.q_TNH, p.k_SKH, p.v_SKH, padded, None, p.cu_k, scale=p.scale, tiling=SMALL
+        )
+    q, k, v, slots = p.doubled
+    expected = reference.split_kv(q, k, v, slots, None, p.cu_k, scale=p.scale)
+    assert_close(out, expected[0], FULL)
+    assert_close(lse, expected[1], FULL)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens"),
+    [((1, 40, 0, 7), (16, 50, 3, 7)), ((30,), (30,)), ((5, 5), (0, 5)), ((9, 2), (100, 2))],
+)
+def test_extend_any_lengths(
+    device: torch.device, q_lens: Sequence[int], k_lens: Sequence[int], causal: bool
+) -> None:
+    p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    with poisoned():
+        out, lse = attend.extend(
+            p.q_TNH,
+            p.k_SKH,
+            p.v_SKH,
+            p.slots,
+            p.ranges,
+            scale=p.scale,
+            causal=causal,
+            tiling=Tiling(32, 32, 4, 2, 7, 16),
+        )
+    q, k, v, slots = p.doubled
+    expected = reference.extend(q, k, v, slots, p.ranges, scale=p.scale, causal=causal)
+    assert_close(out, expected[0], FULL)
+    assert_close(lse, expected[1], FULL)
+
+
+@pytest.mark.parametrize("dtype", [FULL, HALF], ids=str)
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+def test_extend_packed_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Without slots, key i is row i: a causal square, as prefill needs."""
+    p = make_problem((33, 50), (33, 50), heads=(4, 2), head_dim=head_dim, dtype=dtype, device=device)
+    k, v = p.k_SKH[p.slots], p.v_SKH[p.slots]
+    with poisoned():
+        out, lse = attend.extend(
+            p.q_TNH, k, v, None, p.ranges, scale=p.scale, causal=True
+        )
+    expected = reference.extend(
+        p.q_TNH.double().cpu(),
+        k.double().cpu(),
+        v.double().cpu(),
+        None,
+        p.ranges,
+        scale=p.scale,
+        causal=True,
+    )
+    assert_close(out, expected[0], dtype)
+    assert_close(lse, expected[1], dtype)
+
+
+def test_extend_writes_only_its_spans(device: torch.device) -> None:
+    p = make_problem((3, 4, 5), (20, 8, 9), heads=(4, 2), head_dim=64, dtype=FULL, device=device)
+    out = torch.full((12, 4, 64), 7.0, device=device), torch.full((12, 4), 7.0, device=device)
+    attend.extend(
+        p.q_TNH,
+        p.k_SKH,
+        p.v_SKH,
+        p.slots,
+        (p.ranges[0], p.ranges[2]),
+        scale=p.scale,
+        out=out,
+    )
+    q, k, v, slots = p.doubled
+    expected = reference.extend(q, k, v, slots, p.ranges, scale=p.scale)
+    for rows in (slice(0, 3), slice(7, 12)):
+        assert_close(out[0][rows], expected[0][rows], FULL)
+        assert_close(out[1][rows], expected[1][rows], FULL)
+    assert (out[0][3:7] == 7).all()
+    assert (out[1][3:7] == 7).all()
+
+
+def test_extend_nothing(device: torch.device) -> None:
+    p = make_problem((), (), heads=(4, 2), head_dim=64, dtype=FULL, device=device)
+    out, lse = attend.extend(p.q_TNH, p.k_SKH, p.v_SKH, p.slots, (), scale=p.scale)
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (0, 4)
+
+
+def test_plan_counts_only_visible_blocks(device: torch.device) -> None:
+    """A causal square of n tiles of one block side has n (n + 1) / 2 blocks."""
+    tiles, ends = plan_tiles(((0, 128, 0, 128),), 1, 16, 16, True, device)
+    assert tiles[:, 4].tolist() == list(range(0, 128, 16))
+    assert ends.tolist() == [n * (n + 1) // 2 for n in range(9)]
+
+
+def test_tiles_of_few_rows_are_small(device: torch.device) -> None:
+    assert extend_tiling(device, HALF, 128, 16).block_m == 16
+    assert extend_tiling(device, HALF, 128, 65).block_m == 128
