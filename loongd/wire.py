@@ -77,6 +77,8 @@ class Extend(_Message, frozen=True):
         cached: ids of the segments with the request's older tokens, in position order.
         holders: the members that hold any older token, in group order.
         sampling: how to draw the token after the last new one; None draws none.
+        holder_tokens: how many older tokens each of `holders` has; empty when that is not told,
+            and then queries are passed, never keys.
     """
 
     request_id: str
@@ -88,6 +90,7 @@ class Extend(_Message, frozen=True):
     cached: list[int]
     holders: list[int]
     sampling: Sampling | None
+    holder_tokens: list[int] = []
 
 
 class Sampled(_Message, frozen=True):

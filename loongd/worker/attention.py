@@ -11,6 +11,8 @@ in group order. Merging in that fixed order in float32 makes the result independ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,15 @@ class _State:
         return self._out.to(self._like.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Queries and keys on their way to this member."""
+
+    pending: Pending
+    queries: list[Tensor]
+    keys: list[Tensor]
+
+
 class EspAttention:
     """`attention(layer, q, k, v)` for the model, bound to one step's layout."""
 
@@ -85,7 +96,7 @@ class EspAttention:
         layout = self._layout
         window = self._windows[layer]
         state = _State(q_TNH)
-        asked = self._ask(q_TNH)
+        asked = self._ask(layer, q_TNH)
         if layout.store is not None:
             self._store(layer, layout.store, k_TKH, v_TKH)
         self._ring(layer, q_TNH, k_TKH, v_TKH, state)
@@ -102,7 +113,7 @@ class EspAttention:
         if layout.local is not None:
             q_local = q_TNH[layout.local.q_rows]
             state.add(layout.local.q_rows, *self._over_pool(layer, q_local, layout.local))
-        self._answer(layer, asked, state, num_heads=q_TNH.shape[1])
+        self._answer(layer, asked, state, q_TNH)
         self._pulse.layers += 1
         return state.result()
 
@@ -167,30 +178,36 @@ class EspAttention:
         k, v = k_SKH[part.slots.packed], v_SKH[part.slots.packed]
         return windowed_attention(q, k, v, part.spans, scale=self._scale, window=window)
 
-    def _ask(self, q: Tensor) -> tuple[Pending, list[Tensor]]:
-        """Send queries to the holders of older tokens; receive those asked of this member."""
+    def _ask(self, layer: int, q: Tensor) -> _Asked:
+        """Send queries to holders and keys to owners; receive what others send."""
         layout = self._layout
         sends = [(member, q[rows].contiguous()) for member, rows, _ in layout.queries_out]
-        arriving = [q.new_empty((count, *q.shape[1:])) for _, count, _ in layout.queries_in]
+        sends += [(owner, self._kv.read_layer(layer, slots)) for owner, slots in layout.keys_out]
+        queries = [q.new_empty((count, *q.shape[1:])) for _, count, _ in layout.queries_in]
+        keys = [self._kv.empty_layer_block(count) for _, count, _ in layout.keys_in]
         receives = [
             (member, buffer)
-            for (member, _, _), buffer in zip(layout.queries_in, arriving, strict=True)
+            for (member, _, _), buffer in zip(
+                (*layout.queries_in, *layout.keys_in), (*queries, *keys), strict=True
+            )
         ]
-        return self._transport.post(sends, receives), arriving
+        return _Asked(self._transport.post(sends, receives), queries, keys)
 
-    def _answer(
-        self, layer: int, asked: tuple[Pending, list[Tensor]], state: _State, *, num_heads: int
-    ) -> None:
-        """Answer others' queries, collect the answers to ours, merge them in group order."""
+    def _answer(self, layer: int, asked: _Asked, state: _State, q: Tensor) -> None:
+        """Use the keys that came, answer others' queries, merge their answers in group order."""
         layout = self._layout
-        pending, arrived = asked
-        pending.wait()
+        asked.pending.wait()
+        for (_, _, part), block in zip(layout.keys_in, asked.keys, strict=True):
+            out, lse = self._backend.over_pool(
+                q[part.q_rows], block[0], block[1], part.slots, part.spans
+            )
+            state.add(part.q_rows, out, lse)
         sends = []
-        for (member, _, part), q in zip(layout.queries_in, arrived, strict=True):
-            out, lse = self._over_pool(layer, q, part)
+        for (member, _, part), theirs in zip(layout.queries_in, asked.queries, strict=True):
+            out, lse = self._over_pool(layer, theirs, part)
             sends.append((member, torch.cat((out, lse.unsqueeze(-1)), dim=-1)))
         answers = [
-            (member, rows, self._answer_buffer(count, num_heads))
+            (member, rows, self._answer_buffer(count, q.shape[1]))
             for member, rows, count in layout.queries_out
         ]
         receives = [(member, buffer) for member, _, buffer in answers]

@@ -137,6 +137,18 @@ class KvCache:
         layers, _, num_kv_heads, head_dim = self.k_LSKH.shape
         return self.k_LSKH.new_empty((2, layers, num_tokens, num_kv_heads, head_dim))
 
+    def empty_layer_block(self, num_tokens: int) -> Tensor:
+        """Room for `num_tokens` tokens' K and V of one layer: (2, T, K, H)."""
+        _, _, num_kv_heads, head_dim = self.k_LSKH.shape
+        return self.k_LSKH.new_empty((2, num_tokens, num_kv_heads, head_dim))
+
+    def read_layer(self, layer: int, slots_T: Tensor) -> Tensor:
+        """K and V of one layer at these slots (int64 on the device), copied out: (2, T, K, H)."""
+        block = self.empty_layer_block(len(slots_T))
+        torch.index_select(self.k_LSKH[layer], 0, slots_T, out=block[0])
+        torch.index_select(self.v_LSKH[layer], 0, slots_T, out=block[1])
+        return block
+
     def read(self, slots: npt.NDArray[np.int64]) -> Tensor:
         """K and V of these slots, copied out: (2, L, T, K, H)."""
         index = torch.from_numpy(slots).to(self.device)

@@ -26,9 +26,10 @@ from loongd.model.weights import load_weights
 from loongd.wire import Audit, Ready, RunMigrate, RunStep, Sampled, Start
 from loongd.worker.attention import EspAttention
 from loongd.worker.comm import DistTensorParallel, DistTransport, LoopbackWorld, Transport
+from loongd.worker.geometry import lay_out
 from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
-from loongd.worker.layout import StepLayout, lay_out
+from loongd.worker.layout import RowBytes, StepLayout
 from loongd.worker.migrate import migrate
 
 _CPU_POOL_TOKENS = 16384
@@ -64,6 +65,9 @@ class Runner:
         self._instance = instance
         self._pulse = pulse
         spec = parts.spec
+        self._row_bytes = RowBytes.of(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, parts.kv.k_LSKH.element_size()
+        )
         self._windows = tuple(spec.window(layer) for layer in range(spec.num_layers))
 
     @classmethod
@@ -172,7 +176,8 @@ class Runner:
         broken logits, RuntimeError from torch; the pool is as before in all cases.
         """
         kv = self._parts.kv
-        layout = lay_out(step, self._instance, kv, windowed=self._is_windowed(step))
+        windowed = self._is_windowed(step)
+        layout = lay_out(step, self._instance, kv, row_bytes=self._row_bytes, windowed=windowed)
         with ExitStack() as undo:
             undo.callback(self._take_back, layout)
             sampled = self._forward(layout)

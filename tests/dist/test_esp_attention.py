@@ -22,10 +22,12 @@ from loongd.kernels.attention import (
 from loongd.wire import Extend, RunStep, pack_tokens
 from loongd.worker.attention import EspAttention
 from loongd.worker.comm import LoopbackTransport, LoopbackWorld
+from loongd.worker.geometry import lay_out
 from loongd.worker.kvcache import KvCache
-from loongd.worker.layout import StepLayout, lay_out
+from loongd.worker.layout import RowBytes, StepLayout
 
 HEAD_DIM = 16
+HEADS = ((4, 2), (3, 1), (3, 3), (6, 2), (5, 1), (7, 7))
 CPU = torch.device("cpu")
 
 
@@ -50,13 +52,13 @@ class Truth:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Case], int]:
-    world = draw(st.integers(1, 5))
+    world = draw(st.integers(1, 8))
     members = tuple(draw(st.permutations(range(world)))[: draw(st.integers(1, world))])
     cases = []
     for _ in range(draw(st.integers(1, 4))):
         num_cached = draw(st.sampled_from((0, 0, 1, 2, 5, 17)))
         cached_on = tuple(draw(st.sampled_from(members)) for _ in range(num_cached))
-        num_new = draw(st.sampled_from((1, 1, 2, 3, 4, 5, 7, 23)))
+        num_new = draw(st.sampled_from((1, 1, 2, 3, 4, 5, 7, 8, 9, 23)))
         master = draw(st.none() | st.sampled_from(members))
         keep: tuple[tuple[int, int], ...] = ()
         if master is None:
@@ -118,6 +120,7 @@ def _step(members: tuple[int, ...], cases: list[Case]) -> RunStep:
             cached=[2 * number] if case.cached_on else [],
             holders=[m for m in members if m in case.cached_on],
             sampling=None,
+            holder_tokens=[case.cached_on.count(m) for m in members if m in case.cached_on],
         )
         for number, case in enumerate(cases)
     ]
@@ -146,13 +149,16 @@ def _run_all(
     window: int | None,
 ) -> tuple[dict[int, Tensor], dict[int, StepLayout], dict[int, KvCache], int]:
     pools, step = _pools(members, cases, truths), _step(members, cases)
+    row_bytes = RowBytes.of(truths[0].q.shape[1], truths[0].k.shape[1], HEAD_DIM, 4)
     world = LoopbackWorld(8, timeout_s=2)
     outs: dict[int, Tensor] = {}
     layouts: dict[int, StepLayout] = {}
     transports: dict[int, LoopbackTransport] = {m: world.transport(m) for m in members}
 
     def run(member: int) -> None:
-        layout = lay_out(step, member, pools[member], windowed=window is not None)
+        layout = lay_out(
+            step, member, pools[member], row_bytes=row_bytes, windowed=window is not None
+        )
         layouts[member] = layout
         parts = list(_rows_of(layout, member, members, cases))
 
@@ -227,7 +233,7 @@ def _check_kept(cases: list[Case], truths: list[Truth], pools: dict[int, KvCache
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps(), st.sampled_from(((4, 2), (3, 1), (3, 3), (6, 2))))
+@given(steps(), st.sampled_from(HEADS))
 def test_any_plan_equals_dense_attention(
     case: tuple[tuple[int, ...], list[Case], int], heads: tuple[int, int]
 ) -> None:
@@ -276,7 +282,7 @@ def test_contradicting_plans_are_refused(change: dict[str, object], words: str) 
     members = change.pop("members", step.members)
     broken = RunStep(step_id=1, epoch=0, members=members, batch=[Extend(**{**fields, **change})])
     with pytest.raises(PlanError, match=words):
-        lay_out(broken, 1, pools[1], windowed=False)
+        lay_out(broken, 1, pools[1], row_bytes=RowBytes(1, 1), windowed=False)
     assert pools[1].num_free == pools[1].total
 
 
@@ -284,6 +290,34 @@ def test_a_step_that_does_not_fit_leaves_the_pool_as_it_was() -> None:
     cases = [Case((), 200, 0, ()), Case((), 200, 0, ())]
     pools = _pools((0,), cases, _truths(cases, 0, 2, 1))
     with pytest.raises(PlanError, match="200 KV slots needed, 56 of 256 free"):
-        lay_out(_step((0,), cases), 0, pools[0], windowed=False)
+        lay_out(_step((0,), cases), 0, pools[0], row_bytes=RowBytes(1, 1), windowed=False)
     assert pools[0].num_free == 256
     pools[0].check()
+
+
+@pytest.mark.parametrize(("num_cached", "num_new"), [(2, 30), (30, 2), (9, 3), (200, 1)])
+def test_older_tokens_cost_the_fewer_bytes_of_queries_and_keys(
+    num_cached: int, num_new: int
+) -> None:
+    """One owner of queries, one holder: pass-Q or pass-KV, whichever is smaller."""
+    case = Case((1,) * num_cached, num_new, 0, ())
+    truths = _truths([case], 3, 4, 2)
+    *_, sent = _run_all((0, 1), [case], truths, CpuFlashBackend(HEAD_DIM**-0.5), None)
+    queries = num_new * (4 * HEAD_DIM * 4 + 4 * (HEAD_DIM + 1) * 4)
+    keys = num_cached * 2 * 2 * HEAD_DIM * 4
+    assert sent == min(queries, keys)
+    _check((0, 1), [case], truths, CpuFlashBackend(HEAD_DIM**-0.5))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("backend", [CpuFlashBackend, DenseBackend])
+def test_every_head_size(
+    head_dim: int, backend: type[CpuFlashBackend | DenseBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "HEAD_DIM", head_dim)
+    cases = [
+        Case((0, 2, 2, 1, 0), 11, None, ((2, 4), (0, 7))),
+        Case((1, 1, 0), 1, 2, ()),
+        Case((), 2, None, ((1, 2),)),
+    ]
+    _check((2, 0, 1), cases, _truths(cases, 11, 6, 2), backend(head_dim**-0.5))
