@@ -43,7 +43,7 @@ _GPU_RESERVE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Parts:
     """What a runner works with; `spec` is this worker's share of the model."""
 
     spec: ModelSpec
@@ -60,7 +60,7 @@ class _Parts:
 class Runner:
     """Runs steps; one at a time, each to its end."""
 
-    def __init__(self, parts: _Parts, instance: int, pulse: Pulse) -> None:
+    def __init__(self, parts: Parts, instance: int, pulse: Pulse) -> None:
         self._parts = parts
         self._instance = instance
         self._pulse = pulse
@@ -107,7 +107,7 @@ class Runner:
             device=device,
         )
         backend = select_backend(device, dtype, spec.head_dim, spec.head_dim**-0.5)
-        parts = _Parts(
+        parts = Parts(
             spec,
             device,
             dtype,

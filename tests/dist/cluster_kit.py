@@ -1,0 +1,193 @@
+"""All instances of a model in one process, driven by hand-made plans."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from loongd.kernels.attention import select_backend
+from loongd.model.llama import Llama
+from loongd.model.spec import ModelSpec
+from loongd.model.weights import load_weights
+from loongd.wire import Extend, RunMigrate, RunStep, Sampled, Sampling, pack_tokens
+from loongd.worker.comm import LoopbackWorld
+from loongd.worker.heart import Pulse
+from loongd.worker.kvcache import KvCache
+from loongd.worker.runner import Parts, Runner
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(num_logprobs=1)
+
+
+@dataclass
+class Sequence:
+    """A request as a scheduler would know it: tokens so far, and where their KV lies."""
+
+    name: str
+    tokens: list[int]
+    done: int = 0
+    segments: list[int] = field(default_factory=list)
+    placed: dict[int, dict[int, int]] = field(default_factory=dict)
+    """segment -> instance -> tokens"""
+
+    def on(self, instance: int) -> int:
+        """Tokens of this request that the instance holds."""
+        return sum(where.get(instance, 0) for where in self.placed.values())
+
+    @property
+    def holders(self) -> list[int]:
+        found = {i for where in self.placed.values() for i, n in where.items() if n}
+        return sorted(found)
+
+
+class Cluster:
+    """`num_instances` runners over a loopback world; every step checks all pools."""
+
+    def __init__(self, model_dir: Path, num_instances: int, *, num_slots: int = 512) -> None:
+        self.spec = ModelSpec.from_dir(model_dir)
+        weights = load_weights(
+            model_dir,
+            self.spec,
+            load_format="safetensors",
+            dtype=torch.float32,
+            device=CPU,
+            seed=0,
+            progress=lambda *_: None,
+        )
+        self._model = Llama(self.spec, weights, CPU, torch.float32)
+        self._weights_bytes = weights.num_bytes()
+        self.world = LoopbackWorld(num_instances, timeout_s=60)
+        self.transports = [self.world.transport(rank) for rank in range(num_instances)]
+        self.pools = [self._pool(num_slots) for _ in range(num_instances)]
+        self.runners = [self._runner(rank) for rank in range(num_instances)]
+        self._num_steps = 0
+        self._num_segments = 0
+
+    def _pool(self, num_slots: int) -> KvCache:
+        pool = KvCache(
+            num_layers=self.spec.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        pool.k_LSKH.fill_(torch.nan)
+        pool.v_LSKH.fill_(torch.nan)
+        return pool
+
+    def _runner(self, rank: int) -> Runner:
+        scale = self.spec.head_dim**-0.5
+        parts = Parts(
+            spec=self.spec,
+            device=CPU,
+            dtype=torch.float32,
+            weights_bytes=self._weights_bytes,
+            model=self._model,
+            transport=self.transports[rank],
+            backend=select_backend(CPU, torch.float32, self.spec.head_dim, scale),
+            kv=self.pools[rank],
+            tensor_parallel=None,
+        )
+        return Runner(parts, rank, Pulse())
+
+    def extend(
+        self,
+        members: list[int],
+        work: list[tuple[Sequence, int, int | None, list[tuple[int, int]]]],
+        *,
+        sample: bool = True,
+    ) -> dict[str, Sampled]:
+        """One step: (sequence, new tokens, master or None, keep) for each request of the batch."""
+        batch = []
+        for sequence, count, master, keep in work:
+            segment = self._num_segments = self._num_segments + 1
+            holders = [m for m in members if sequence.on(m)]
+            assert set(sequence.holders) <= set(members)
+            batch.append(
+                Extend(
+                    request_id=sequence.name,
+                    tokens=pack_tokens(sequence.tokens[sequence.done : sequence.done + count]),
+                    start=sequence.done,
+                    master=master,
+                    segment=segment,
+                    keep=keep if master is None else [],
+                    cached=list(sequence.segments),
+                    holders=holders,
+                    sampling=GREEDY if sample else None,
+                    holder_tokens=[sequence.on(m) for m in holders],
+                )
+            )
+            placed: dict[int, int] = {}
+            for instance, tokens in keep if master is None else [(master, count)]:
+                placed[instance] = placed.get(instance, 0) + tokens
+            sequence.segments.append(segment)
+            sequence.placed[segment] = placed
+            sequence.done += count
+        self._num_steps += 1
+        step = RunStep(step_id=self._num_steps, epoch=1, members=members, batch=batch)
+        results = self._all(members, step)
+        return {sampled.request_id: sampled for part in results for sampled in part}
+
+    def migrate(self, sequence: Sequence, source: int, target: int, count: int) -> None:
+        """Move `count` of the sequence's newest tokens on `source` to `target`."""
+        moves = []
+        for segment in reversed(sequence.segments):
+            where = sequence.placed[segment]
+            tokens = min(count, where.get(source, 0))
+            if tokens:
+                moves.append((segment, tokens))
+                where[source] -= tokens
+                where[target] = where.get(target, 0) + tokens
+                count -= tokens
+        self._num_steps += 1
+        message = RunMigrate(
+            step_id=self._num_steps,
+            epoch=1,
+            source=source,
+            target=target,
+            moves=moves,
+            verify=True,
+        )
+        self._all([source, target], message)
+
+    def free(self, sequence: Sequence) -> None:
+        for runner in self.runners:
+            runner.free(sequence.segments)
+
+    def reset(self) -> None:
+        """Empty pools and a silent world, whatever an earlier case has left."""
+        for runner in self.runners:
+            runner.keep([])
+
+    def check(self, *sequences: Sequence) -> None:
+        """Every pool holds exactly what the sequences say."""
+        for instance, pool in enumerate(self.pools):
+            pool.check()
+            assert pool.num_used == sum(sequence.on(instance) for sequence in sequences)
+            for sequence in sequences:
+                positions = pool.positions_of(sequence.segments)
+                assert len(np.unique(positions)) == len(positions)
+
+    def _all(self, members: list[int], message: RunStep | RunMigrate) -> list[list[Sampled]]:
+        results: dict[int, list[Sampled]] = {}
+
+        def run(member: int) -> None:
+            runner = self.runners[member]
+            if isinstance(message, RunMigrate):
+                runner.migrate(message)
+                results[member] = []
+            else:
+                results[member] = runner.run(message)
+
+        threads = [threading.Thread(target=run, args=(member,)) for member in members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == sorted(members), "a member failed"
+        return [results[member] for member in members]
