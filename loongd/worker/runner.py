@@ -61,7 +61,7 @@ class Runner:
     """Runs steps; one at a time, each to its end."""
 
     def __init__(self, parts: Parts, instance: int, pulse: Pulse) -> None:
-        self._parts = parts
+        self.parts = parts
         self._instance = instance
         self._pulse = pulse
         spec = parts.spec
@@ -126,11 +126,11 @@ class Runner:
     @property
     def alone(self) -> bool:
         """Whether this worker is all of its instance."""
-        return self._parts.tensor_parallel is None
+        return self.parts.tensor_parallel is None
 
     def ready(self) -> Ready:
         """The facts that the daemon wants of a started worker."""
-        parts = self._parts
+        parts = self.parts
         return Ready(
             instance=self._instance,
             pool_tokens=parts.kv.total,
@@ -142,7 +142,7 @@ class Runner:
 
     def audit(self) -> Audit:
         """Slots by this worker's own account."""
-        kv = self._parts.kv
+        kv = self.parts.kv
         return Audit(
             instance=self._instance,
             total=kv.total,
@@ -153,11 +153,11 @@ class Runner:
 
     def free(self, segments: list[int]) -> None:
         """Forget segments."""
-        self._parts.kv.free(segments)
+        self.parts.kv.free(segments)
 
     def keep(self, segments: list[int]) -> None:
         """Forget all segments but these."""
-        self._parts.kv.keep(segments)
+        self.parts.kv.keep(segments)
 
     @torch.inference_mode()
     def migrate(self, message: RunMigrate) -> None:
@@ -165,7 +165,7 @@ class Runner:
 
         Raises PlanError, WorkerError, or RuntimeError from torch.
         """
-        migrate(message, self._instance, self._parts.kv, self._parts.transport)
+        migrate(message, self._instance, self.parts.kv, self.parts.transport)
 
     @torch.inference_mode()
     def run(self, step: RunStep) -> list[Sampled]:
@@ -175,7 +175,7 @@ class Runner:
         Raises PlanError for a plan that contradicts the pool, WorkerError for lost peers or
         broken logits, RuntimeError from torch; the pool is as before in all cases.
         """
-        kv = self._parts.kv
+        kv = self.parts.kv
         windowed = self._is_windowed(step)
         layout = lay_out(step, self._instance, kv, row_bytes=self._row_bytes, windowed=windowed)
         with ExitStack() as undo:
@@ -186,11 +186,11 @@ class Runner:
 
     def _take_back(self, layout: StepLayout) -> None:
         for segment, count in reversed(layout.grown):
-            self._parts.kv.truncate(segment, count)
+            self.parts.kv.truncate(segment, count)
 
     def warm_up(self) -> None:
         """A small forward pass over every path that compiles or allocates on first use."""
-        parts = self._parts
+        parts = self.parts
         tokens = torch.zeros(16, dtype=torch.int64, device=parts.device)
         positions = torch.arange(16, device=parts.device)
         hidden = parts.model.forward(
@@ -206,7 +206,7 @@ class Runner:
         return any(e.start + len(e.tokens) // 4 > smallest for e in step.batch)
 
     def _forward(self, layout: StepLayout) -> list[Sampled]:
-        parts = self._parts
+        parts = self.parts
         windowed = layout.windowed
         attention = EspAttention(
             layout,
@@ -237,7 +237,7 @@ class Runner:
         ]
 
     def _tensor(self, values: object) -> Tensor:
-        return torch.as_tensor(values).to(self._parts.device, non_blocking=True)
+        return torch.as_tensor(values).to(self.parts.device, non_blocking=True)
 
 
 def _sampled(request_id: str, drawn: Drawn) -> Sampled:
