@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from itertools import accumulate
 from typing import Protocol
 
@@ -20,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from loongd.kernels.dispatch import has_triton
 
 _DENSE_SCORES = 1 << 25
 """Most score elements (queries x heads x keys) that the dense path holds at a time."""
@@ -326,6 +329,13 @@ def select_backend(
     """The fastest backend that is right for the device, type and head size; chosen at start."""
     if device.type == "cpu":
         return CpuFlashBackend(scale)
-    if dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and head_dim % 8 == 0:
+    if head_dim > 256 or head_dim % 8:
+        return DenseBackend(scale)
+    if has_triton():
+        # imported by name, because it imports triton, which a machine without a GPU may lack
+        cuda = import_module("loongd.kernels.triton_backend")
+        chosen: AttentionBackend = cuda.select_cuda_backend(device, dtype, head_dim, scale)
+        return chosen
+    if dtype in (torch.float16, torch.bfloat16):
         return CudaFlashBackend(scale)
     return DenseBackend(scale)

@@ -1,4 +1,4 @@
-"""Small operations between the matrix products, in plain torch.
+"""Small operations between the matrix products: Triton on CUDA, plain torch elsewhere.
 
 Knows: formulas. All work on empty tensors (T = 0) and on views that are not contiguous.
 
@@ -8,9 +8,9 @@ the MLP.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional
+
+from loongd.kernels.dispatch import pick
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -18,7 +18,15 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
     Also serves the per-head norms of queries and keys: x_TNH with weight_H.
     """
-    return functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    y: Tensor = pick("elementwise", x_TD.device).rms_norm(x_TD, weight_D, eps)
+    return y
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`residual_TD += x_TD` in place, rounded to its type, then the norm of that as `rms_norm`."""
+    gpu = pick("elementwise", x_TD.device)
+    y: Tensor = gpu.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+    return y
 
 
 def apply_rotary(
@@ -27,16 +35,13 @@ def apply_rotary(
     """Rotate queries and keys: y = x * cos + rotate_half(x) * sin, where rotate_half maps the
     halves (a, b) of a head to (-b, a). New contiguous tensors.
     """
-    cos_T1H, sin_T1H = cos_TH[:, None], sin_TH[:, None]
-    return _rotate(q_TNH, cos_T1H, sin_T1H), _rotate(k_TKH, cos_T1H, sin_T1H)
-
-
-def _rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    first, second = x_TNH.chunk(2, dim=-1)
-    half_TNH = torch.cat((-second, first), dim=-1)
-    return (x_TNH * cos_T1H + half_TNH * sin_T1H).to(x_TNH.dtype)
+    turned: tuple[Tensor, Tensor] = pick("pool", q_TNH.device).apply_rotary(
+        q_TNH, k_TKH, cos_TH, sin_TH
+    )
+    return turned
 
 
 def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """y = silu(gate) * up, silu(x) = x * sigmoid(x)."""
-    return functional.silu(gate_TF).mul_(up_TF)
+    y: Tensor = pick("elementwise", gate_TF.device).silu_mul(gate_TF, up_TF)
+    return y

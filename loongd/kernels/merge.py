@@ -6,8 +6,9 @@ Does not know: where partials come from, or serving.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from loongd.kernels.dispatch import pick
 
 
 def merge_state_(out_TNH: Tensor, lse_TN: Tensor, part_TNH: Tensor, part_lse_TN: Tensor) -> None:
@@ -17,9 +18,4 @@ def merge_state_(out_TNH: Tensor, lse_TN: Tensor, part_TNH: Tensor, part_lse_TN:
     A part over no key has `lse = -inf` and `out = 0` and changes nothing; two such parts give
     such a part again. Source: LoongServe section 4.2, flash-decoding.
     """
-    merged = torch.logaddexp(lse_TN, part_lse_TN)
-    # Where both are -inf the difference would be nan; any finite stand-in gives weight 0.
-    safe = torch.where(merged == -torch.inf, torch.zeros_like(merged), merged)
-    out_TNH.mul_(torch.exp(lse_TN - safe).unsqueeze(-1))
-    out_TNH.addcmul_(part_TNH, torch.exp(part_lse_TN - safe).unsqueeze(-1))
-    lse_TN.copy_(merged)
+    pick("merge", out_TNH.device).merge_state_(out_TNH, lse_TN, part_TNH, part_lse_TN)

@@ -37,9 +37,9 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 class Problem:
     """Spans of queries over a pool; all slots that no span owns hold NaN."""
 
-    q_TNH: Tensor
-    k_SKH: Tensor
-    v_SKH: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     slots: Tensor
     ranges: tuple[tuple[int, int, int, int], ...]
     cu_q: Tensor
@@ -50,9 +50,9 @@ class Problem:
     def doubled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v in float64 and slots, on the CPU."""
         return (
-            self.q_TNH.double().cpu(),
-            self.k_SKH.double().cpu(),
-            self.v_SKH.double().cpu(),
+            self.q.double().cpu(),
+            self.k.double().cpu(),
+            self.v.double().cpu(),
             self.slots.cpu(),
         )
 
@@ -82,9 +82,9 @@ def make_problem(
         pools.append(pool.to(device, dtype))
     q_ends, k_ends = list(accumulate(q_lens, initial=0)), list(accumulate(k_lens, initial=0))
     return Problem(
-        q_TNH=qkv.to(device, dtype)[:, :num_heads],
-        k_SKH=pools[0],
-        v_SKH=pools[1],
+        q=qkv.to(device, dtype)[:, :num_heads],
+        k=pools[0],
+        v=pools[1],
         slots=slots.to(device, slot_type),
         ranges=tuple(zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True)),
         cu_q=torch.tensor(q_ends, dtype=torch.int32, device=device),

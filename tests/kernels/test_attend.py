@@ -30,12 +30,10 @@ DECODE_SPANS: tuple[tuple[int, ...], ...] = (
 def test_split_kv_any_lengths(
     device: torch.device, k_lens: Sequence[int], heads: tuple[int, int]
 ) -> None:
-    p = make_problem(
-        [1] * len(k_lens), k_lens, heads=heads, head_dim=64, dtype=FULL, device=device
-    )
+    p = make_problem([1] * len(k_lens), k_lens, heads=heads, head_dim=64, dtype=FULL, device=device)
     with poisoned():
         out, lse = attend.split_kv(
-            p.q_TNH, p.k_SKH, p.v_SKH, p.slots, None, p.cu_k, scale=p.scale, tiling=SMALL
+            p.q, p.k, p.v, p.slots, None, p.cu_k, scale=p.scale, tiling=SMALL
         )
     q, k, v, slots = p.doubled
     expected = reference.split_kv(q, k, v, slots, None, p.cu_k, scale=p.scale)
@@ -56,9 +54,7 @@ def test_split_kv_any_head_dim(device: torch.device, dtype: torch.dtype, head_di
         slot_type=torch.int32,
     )
     with poisoned():
-        out, lse = attend.split_kv(
-            p.q_TNH, p.k_SKH, p.v_SKH, p.slots, p.cu_q, p.cu_k, scale=p.scale, max_q=3
-        )
+        out, lse = attend.split_kv(p.q, p.k, p.v, p.slots, p.cu_q, p.cu_k, scale=p.scale, max_q=3)
     q, k, v, slots = p.doubled
     expected = reference.split_kv(q, k, v, slots, p.cu_q, p.cu_k, scale=p.scale, max_q=3)
     assert_close(out, expected[0], dtype)
@@ -69,9 +65,7 @@ def test_split_kv_ignores_slots_past_the_last_span(device: torch.device) -> None
     p = make_problem([1, 1], [20, 9], heads=(4, 2), head_dim=64, dtype=FULL, device=device)
     padded = torch.cat((p.slots, torch.full((40,), 1 << 40, device=device)))
     with poisoned():
-        out, lse = attend.split_kv(
-            p.q_TNH, p.k_SKH, p.v_SKH, padded, None, p.cu_k, scale=p.scale, tiling=SMALL
-        )
+        out, lse = attend.split_kv(p.q, p.k, p.v, padded, None, p.cu_k, scale=p.scale, tiling=SMALL)
     q, k, v, slots = p.doubled
     expected = reference.split_kv(q, k, v, slots, None, p.cu_k, scale=p.scale)
     assert_close(out, expected[0], FULL)
@@ -89,9 +83,9 @@ def test_extend_any_lengths(
     p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
     with poisoned():
         out, lse = attend.extend(
-            p.q_TNH,
-            p.k_SKH,
-            p.v_SKH,
+            p.q,
+            p.k,
+            p.v,
             p.slots,
             p.ranges,
             scale=p.scale,
@@ -108,14 +102,14 @@ def test_extend_any_lengths(
 @pytest.mark.parametrize("head_dim", [80, 128, 256])
 def test_extend_packed_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Without slots, key i is row i: a causal square, as prefill needs."""
-    p = make_problem((33, 50), (33, 50), heads=(4, 2), head_dim=head_dim, dtype=dtype, device=device)
-    k, v = p.k_SKH[p.slots], p.v_SKH[p.slots]
+    p = make_problem(
+        (33, 50), (33, 50), heads=(4, 2), head_dim=head_dim, dtype=dtype, device=device
+    )
+    k, v = p.k[p.slots], p.v[p.slots]
     with poisoned():
-        out, lse = attend.extend(
-            p.q_TNH, k, v, None, p.ranges, scale=p.scale, causal=True
-        )
+        out, lse = attend.extend(p.q, k, v, None, p.ranges, scale=p.scale, causal=True)
     expected = reference.extend(
-        p.q_TNH.double().cpu(),
+        p.q.double().cpu(),
         k.double().cpu(),
         v.double().cpu(),
         None,
@@ -131,9 +125,9 @@ def test_extend_writes_only_its_spans(device: torch.device) -> None:
     p = make_problem((3, 4, 5), (20, 8, 9), heads=(4, 2), head_dim=64, dtype=FULL, device=device)
     out = torch.full((12, 4, 64), 7.0, device=device), torch.full((12, 4), 7.0, device=device)
     attend.extend(
-        p.q_TNH,
-        p.k_SKH,
-        p.v_SKH,
+        p.q,
+        p.k,
+        p.v,
         p.slots,
         (p.ranges[0], p.ranges[2]),
         scale=p.scale,
@@ -150,7 +144,7 @@ def test_extend_writes_only_its_spans(device: torch.device) -> None:
 
 def test_extend_nothing(device: torch.device) -> None:
     p = make_problem((), (), heads=(4, 2), head_dim=64, dtype=FULL, device=device)
-    out, lse = attend.extend(p.q_TNH, p.k_SKH, p.v_SKH, p.slots, (), scale=p.scale)
+    out, lse = attend.extend(p.q, p.k, p.v, p.slots, (), scale=p.scale)
     assert out.shape == (0, 4, 64)
     assert lse.shape == (0, 4)
 

@@ -73,9 +73,7 @@ def test_merge_state(device: torch.device, part_type: torch.dtype, head_dim: int
 
 @pytest.mark.parametrize("rows", [None, [4, 0, 1, 4, 2]], ids=["in order", "chosen rows"])
 @pytest.mark.parametrize("slot_type", [torch.int32, torch.int64], ids=str)
-def test_store_kv(
-    device: torch.device, slot_type: torch.dtype, rows: list[int] | None
-) -> None:
+def test_store_kv(device: torch.device, slot_type: torch.dtype, rows: list[int] | None) -> None:
     qkv = random(5, 3 * 3 * 80, dtype=torch.float16, device=device)
     k, v = qkv[:, 240:480].view(5, 3, 80), qkv[:, 480:].view(5, 3, 80)
     slots = torch.tensor([9, 2, -1, 0, 5], dtype=slot_type, device=device)

@@ -1,0 +1,343 @@
+"""The two kernels of attention over keys anywhere in memory: shares, and their merge.
+
+Knows: one kernel that walks a flat list of work (tile of queries x block of keys), cut into as
+many equal shares as programs run at once, and a second one that merges the shares of a tile.
+So a batch of one long and many short requests keeps the whole device busy, the grid does not
+depend on the data, and no share is larger than another.
+Does not know: tensors, who launches.
+
+A tile is up to BLOCK_M rows of one span; row `r` is query `r // GROUP` and head `r % GROUP` of the
+kv head, so all query heads that share keys sit in one tile and keys are read once. Share `p` of
+tile `t` writes its partial at index `p + t`, unique because both only grow along the list.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _count_ends(ends_ptr, num_tiles, target, BLOCK_T: tl.constexpr):
+    """How many tiles end at or before `target`: the tile that holds block `target`."""
+    count = 0
+    for start in range(0, num_tiles, BLOCK_T):
+        at = start + tl.arange(0, BLOCK_T)
+        ends = tl.load(ends_ptr + 1 + at, mask=at < num_tiles, other=2147483647)
+        count += tl.sum((ends <= target).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def _first_share(num_shares, total, share):
+    """First block of a share: no more shares than blocks, so that none in between is empty."""
+    used = tl.minimum(num_shares, total).to(tl.int64)
+    return (tl.minimum(share, used) * total // tl.maximum(used, 1)).to(tl.int32)
+
+
+@triton.jit
+def _attend_blocks(
+    q,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    k_len,
+    visible,
+    begin,
+    end,
+    stride_ks,
+    stride_vs,
+    scale_log2,
+    h,
+    in_head,
+    BLOCK_K: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile over key blocks `begin` to `end` of its span: output and log-sum-exp.
+
+    `slots_ptr` points at the span's first slot; without slots `k_ptr` is the span's first key.
+    Row r sees the first `visible[r]` keys when CAUSAL, else all.
+    """
+    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
+    peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    mass = tl.zeros((q.shape[0],), tl.float32)
+    for block in range(begin, end):
+        at = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        seen = at < k_len
+        if HAS_SLOTS:
+            where = tl.load(slots_ptr + at, mask=seen, other=0).to(tl.int64)
+        else:
+            where = at.to(tl.int64)
+        loaded = seen[:, None] & in_head[None, :]
+        k = tl.load(k_ptr + where[:, None] * stride_ks + h[None, :], mask=loaded, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if CAUSAL:
+            scores = tl.where(at[None, :] < visible[:, None], scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        else:
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            shift = new_peak
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        mass = mass * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        v = tl.load(v_ptr + where[:, None] * stride_vs + h[None, :], mask=loaded, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        peak = new_peak
+    some = mass > 0
+    mass = tl.where(some, mass, 1.0)
+    # peaks are in powers of two, results in powers of e
+    lse = tl.where(some, (peak + tl.log2(mass)) * 0.6931471805599453, float("-inf"))
+    return acc / mass[:, None], lse
+
+
+@triton.jit
+def attend_shares(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    tiles_ptr,
+    ends_ptr,
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_tiles,
+    num_heads,
+    stride_qt,
+    stride_qn,
+    stride_ks,
+    stride_kk,
+    stride_vs,
+    stride_vk,
+    scale_log2,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PLANNED: tl.constexpr,
+    HAS_CU_Q: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One share of the work for one kv head; grid (kv heads, shares).
+
+    PLANNED: `tiles_ptr` (T, 5) and `ends_ptr` (T + 1) come from the host. Otherwise each span is
+    one tile, the list is derived from `cu_k_ptr`, and `ends_ptr` is written for `merge_shares`.
+    """
+    head = tl.program_id(0)
+    share = tl.program_id(1)
+    at_T = tl.arange(0, BLOCK_T)
+    if PLANNED:
+        total = tl.load(ends_ptr + num_tiles)
+        ends_T = at_T
+    else:
+        real_T = at_T < num_tiles
+        k_begin = tl.load(cu_k_ptr + at_T, mask=real_T, other=0)
+        k_end = tl.load(cu_k_ptr + at_T + 1, mask=real_T, other=0)
+        ends_T = tl.cumsum((k_end - k_begin + BLOCK_K - 1) // BLOCK_K, 0)
+        total = tl.max(ends_T, 0)
+        if (head == 0) & (share == 0):
+            tl.store(ends_ptr, 0)
+            tl.store(ends_ptr + 1 + at_T, ends_T, mask=real_T)
+    lo = _first_share(tl.num_programs(1), total, share)
+    hi = _first_share(tl.num_programs(1), total, share + 1)
+    if PLANNED:
+        first = _count_ends(ends_ptr, num_tiles, lo, BLOCK_T)
+        last = _count_ends(ends_ptr, num_tiles, hi - 1, BLOCK_T)
+    else:
+        first = tl.sum((ends_T <= lo).to(tl.int32), 0)
+        last = tl.sum((ends_T <= hi - 1).to(tl.int32), 0)
+    # a share without blocks has hi = lo = total: `first` is past the end and the loop is empty
+    for tile in range(first, last + 1):
+        if PLANNED:
+            tile_lo = tl.load(ends_ptr + tile)
+            tile_hi = tl.load(ends_ptr + tile + 1)
+        else:
+            tile_lo = tl.max(tl.where(at_T < tile, ends_T, 0), 0)
+            tile_hi = tl.max(tl.where(at_T <= tile, ends_T, 0), 0)
+        q_start, q_len, row0 = _tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED, HAS_CU_Q)
+        if PLANNED:
+            k_start = tl.load(tiles_ptr + tile * 5 + 2)
+            k_len = tl.load(tiles_ptr + tile * 5 + 3)
+        else:
+            k_start = tl.load(cu_k_ptr + tile)
+            k_len = tl.load(cu_k_ptr + tile + 1) - k_start
+        begin = tl.maximum(lo, tile_lo) - tile_lo
+        end = tl.minimum(hi, tile_hi) - tile_lo
+        if end > begin:
+            rows = row0 + tl.arange(0, BLOCK_M)
+            h = tl.arange(0, BLOCK_H)
+            in_head = h < HEAD_DIM
+            query = rows // GROUP
+            live = query < q_len
+            stored = live[:, None] & in_head[None, :]
+            q_at = (q_start + query).to(tl.int64)
+            n = head * GROUP + rows % GROUP
+            q_from = q_ptr + (q_at * stride_qt + n * stride_qn)[:, None] + h[None, :]
+            k_base = k_ptr + head * stride_kk
+            v_base = v_ptr + head * stride_vk
+            slots_base = slots_ptr
+            if HAS_SLOTS:
+                slots_base += k_start
+            else:
+                k_base += k_start.to(tl.int64) * stride_ks
+                v_base += k_start.to(tl.int64) * stride_vs
+            acc, lse = _attend_blocks(
+                tl.load(q_from, mask=stored, other=0.0),
+                k_base,
+                v_base,
+                slots_base,
+                k_len,
+                tl.minimum(k_len - q_len + query + 1, k_len),
+                begin,
+                end,
+                stride_ks,
+                stride_vs,
+                scale_log2,
+                h,
+                in_head,
+                BLOCK_K,
+                HAS_SLOTS,
+                CAUSAL,
+                PRECISION,
+            )
+            if (begin == 0) & (end == tile_hi - tile_lo):
+                at_out = q_at * num_heads + n
+                tl.store(out_ptr + at_out[:, None] * HEAD_DIM + h[None, :], acc, mask=stored)
+                tl.store(lse_ptr + at_out, lse, mask=live)
+            else:
+                index = (share + tile).to(tl.int64) * tl.num_programs(0) + head
+                at_part = index * BLOCK_M + tl.arange(0, BLOCK_M)
+                tl.store(part_ptr + at_part[:, None] * HEAD_DIM + h[None, :], acc, mask=stored)
+                tl.store(part_lse_ptr + at_part, lse, mask=live)
+
+
+@triton.jit
+def _tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED: tl.constexpr, HAS_CU_Q: tl.constexpr):
+    """First query of a tile's span, the span's number of queries, the tile's first row."""
+    if PLANNED:
+        q_start = tl.load(tiles_ptr + tile * 5)
+        q_len = tl.load(tiles_ptr + tile * 5 + 1)
+        row0 = tl.load(tiles_ptr + tile * 5 + 4)
+    elif HAS_CU_Q:
+        q_start = tl.load(cu_q_ptr + tile)
+        q_len = tl.load(cu_q_ptr + tile + 1) - q_start
+        row0 = tile * 0
+    else:
+        q_start = tile
+        q_len = tile * 0 + 1
+        row0 = tile * 0
+    return q_start, q_len, row0
+
+
+@triton.jit
+def _merge_parts(
+    part_ptr,
+    part_lse_ptr,
+    first,
+    end,
+    stride,
+    within,
+    live,
+    h,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Rows `within` of the tile's parts of shares `first` to `end`, BLOCK_P parts at a time."""
+    peak = tl.full((within.shape[0],), float("-inf"), tl.float32)
+    mass = tl.zeros((within.shape[0],), tl.float32)
+    acc = tl.zeros((within.shape[0], h.shape[0]), tl.float32)
+    for start in range(first, end, BLOCK_P):
+        share = start + tl.arange(0, BLOCK_P).to(tl.int64)
+        at = share[:, None] * stride + within[None, :]
+        loaded = (share < end)[:, None] & live[None, :]
+        lses = tl.load(part_lse_ptr + at, mask=loaded, other=float("-inf"))
+        parts = tl.load(
+            part_ptr + at[:, :, None] * HEAD_DIM + h[None, None, :],
+            mask=loaded[:, :, None] & (h < HEAD_DIM)[None, None, :],
+            other=0.0,
+        )
+        new_peak = tl.maximum(peak, tl.max(lses, 0))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp(lses - shift[None, :])
+        decay = tl.exp(peak - shift)
+        mass = mass * decay + tl.sum(weights, 0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+        peak = new_peak
+    some = mass > 0
+    mass = tl.where(some, mass, 1.0)
+    return acc / mass[:, None], tl.where(some, peak + tl.log(mass), float("-inf"))
+
+
+@triton.jit
+def merge_shares(
+    part_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_q_ptr,
+    tiles_ptr,
+    ends_ptr,
+    num_tiles,
+    num_heads,
+    num_shares,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PLANNED: tl.constexpr,
+    HAS_CU_Q: tl.constexpr,
+):
+    """Merge the shares of ROWS rows of a tile; grid (tiles, kv heads, BLOCK_M / ROWS).
+
+    A tile done by one share is final already; a tile without keys gets out 0, lse -inf.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    chunk = tl.program_id(2)
+    tile_lo = tl.load(ends_ptr + tile).to(tl.int64)
+    tile_hi = tl.load(ends_ptr + tile + 1).to(tl.int64)
+    total = tl.maximum(tl.load(ends_ptr + num_tiles), 1)
+    q_start, q_len, row0 = _tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED, HAS_CU_Q)
+    # share p has the blocks p * total // num_shares .. (p + 1) * total // num_shares
+    num_shares = tl.minimum(num_shares, total).to(tl.int64)
+    first = ((tile_lo + 1) * num_shares - 1) // total
+    last = (tile_hi * num_shares - 1) // total
+    empty = tile_hi == tile_lo
+    if (row0 + chunk * ROWS < q_len * GROUP) & (empty | (last > first)):
+        within = chunk * ROWS + tl.arange(0, ROWS)
+        rows = row0 + within
+        h = tl.arange(0, BLOCK_H)
+        live = rows < q_len * GROUP
+        acc, lse = _merge_parts(
+            part_ptr + (tile.to(tl.int64) * tl.num_programs(1) + head) * BLOCK_M * HEAD_DIM,
+            part_lse_ptr + (tile.to(tl.int64) * tl.num_programs(1) + head) * BLOCK_M,
+            first,
+            tl.where(empty, first, last + 1),
+            tl.num_programs(1) * BLOCK_M,
+            within,
+            live,
+            h,
+            HEAD_DIM,
+            BLOCK_P,
+        )
+        at_out = (q_start + rows // GROUP).to(tl.int64) * num_heads + head * GROUP + rows % GROUP
+        tl.store(
+            out_ptr + at_out[:, None] * HEAD_DIM + h[None, :],
+            acc,
+            mask=live[:, None] & (h < HEAD_DIM)[None, :],
+        )
+        tl.store(lse_ptr + at_out, lse, mask=live)

@@ -1,0 +1,203 @@
+"""The attention backend of CUDA devices: own kernels, and the best library for large squares.
+
+Knows: which kernel suits which numbers of queries and keys. Does not know: serving.
+
+Few queries a span go to `split_kv`, more to `extend`; long squares and long pieces of the pool go
+to cuDNN where it works, with the odd rows and keys at their ends done by `extend` and merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loongd.kernels import cudnn
+from loongd.kernels.attention import CudaFlashBackend, PoolSlots, Spans
+from loongd.kernels.gpu.attend import MAX_DECODE_ROWS, extend, split_kv
+from loongd.kernels.gpu.merge import merge_state_
+
+Range = tuple[int, int, int, int]
+"""First query, end, first key, end."""
+_GATHERED_TOKENS = 65536
+"""Most tokens of the pool copied to contiguous memory at a time."""
+
+
+class Square(Protocol):
+    """A library's causal attention of packed squares."""
+
+    name: str
+
+    def square_causal(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        """As `AttentionBackend.square_causal`."""
+
+
+class FlashAttn:
+    """The flash-attn package, when it can be imported: version 3's interface, or version 2's."""
+
+    def __init__(self, scale: float, module: str) -> None:
+        self._scale = scale
+        self._varlen: Callable[..., tuple[Tensor, ...]] = import_module(
+            module
+        ).flash_attn_varlen_func
+        self.name = "flash-attn-3" if module == "flash_attn_interface" else "flash-attn"
+
+    def square_causal(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        longest = max(spans.q_lens, default=0)
+        if longest == 0:
+            return _empty_state(q_TNH)
+        out_TNH, lse_NT, *_ = self._varlen(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            spans.cu_q,
+            spans.cu_k,
+            longest,
+            longest,
+            softmax_scale=self._scale,
+            causal=True,
+            return_attn_probs=True,
+        )
+        return out_TNH.float(), lse_NT.transpose(0, 1).contiguous()
+
+
+class TritonBackend:
+    """Own kernels for the pool; squares by `square` if given, else by cuDNN, else by Triton."""
+
+    def __init__(
+        self, scale: float, *, square: Square | None = None, use_cudnn: bool = False
+    ) -> None:
+        self._scale = scale
+        self._square = square
+        self._use_cudnn = use_cudnn
+        parts = ["triton"]
+        if use_cudnn:
+            parts.append("cudnn")
+        if square is not None:
+            parts.append(square.name)
+        self.name = "+".join(parts)
+
+    def square_causal(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        if self._square is not None:
+            return self._square.square_causal(q_TNH, k_TKH, v_TKH, spans)
+        out, lse = _empty_state(q_TNH)
+        rest: list[Range] = []
+        for q0, q1, k0, k1 in spans.ranges:
+            main = cudnn.aligned(q1 - q0, cudnn.LEAST_SQUARE) if self._use_cudnn else 0
+            if main:
+                q, k, v = q_TNH[q0 : q0 + main], k_TKH[k0 : k0 + main], v_TKH[k0 : k0 + main]
+                part, part_lse = cudnn.attention(q, k, v, scale=self._scale, causal=True)
+                out[q0 : q0 + main] = part
+                lse[q0 : q0 + main] = part_lse
+            if q0 + main < q1:
+                rest.append((q0 + main, q1, k0, k1))
+        if rest:
+            ranges = tuple(rest)
+            state = (out, lse)
+            extend(q_TNH, k_TKH, v_TKH, None, ranges, scale=self._scale, causal=True, out=state)
+        return out, lse
+
+    def over_pool(
+        self, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, slots: PoolSlots, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        group = q_TNH.shape[1] // k_SKH.shape[1]
+        longest = max(spans.q_lens, default=0)
+        if longest * group <= MAX_DECODE_ROWS:
+            cu_q = None if set(spans.q_lens) == {1} else spans.cu_q
+            pool = (k_SKH, v_SKH, slots.packed)
+            return split_kv(
+                q_TNH, *pool, cu_q, spans.cu_k, scale=self._scale, max_q=max(longest, 1)
+            )
+        state = _empty_state(q_TNH)
+        few: list[Range] = []
+        many: list[Range] = []
+        for i, one in enumerate(spans.ranges):
+            if self._is_long(one):
+                many.extend(self._long(q_TNH, k_SKH, v_SKH, slots, i, one, state))
+            elif (one[1] - one[0]) * group <= MAX_DECODE_ROWS:
+                few.append(one)
+            else:
+                many.append(one)
+        for ranges in (few, many):
+            if ranges:
+                pool = (k_SKH, v_SKH, slots.packed)
+                extend(q_TNH, *pool, tuple(ranges), scale=self._scale, out=state)
+        return state
+
+    def _is_long(self, one: Range) -> bool:
+        q0, q1, k0, k1 = one
+        enough = q1 - q0 >= cudnn.LEAST_QUERIES and k1 - k0 >= cudnn.LEAST_KEYS
+        return self._use_cudnn and enough
+
+    def _long(
+        self,
+        q_TNH: Tensor,
+        k_SKH: Tensor,
+        v_SKH: Tensor,
+        slots: PoolSlots,
+        span: int,
+        one: Range,
+        state: tuple[Tensor, Tensor],
+    ) -> list[Range]:
+        """Most of a long span by cuDNN, into `state`; returns the queries left to do."""
+        q0, q1, k0, k1 = one
+        mid = q0 + cudnn.aligned(q1 - q0, cudnn.LEAST_QUERIES)
+        q, out, lse = q_TNH[q0:mid], state[0][q0:mid], state[1][q0:mid]
+        run = slots.run(span)
+        done = 0
+        while main := cudnn.aligned(k1 - k0 - done, cudnn.LEAST_KEYS):
+            if run is not None:
+                keys = slice(run[0] + done, run[0] + done + main)
+                k, v = k_SKH[keys], v_SKH[keys]
+            else:
+                main = min(main, _GATHERED_TOKENS)
+                at = slots.packed[k0 + done : k0 + done + main]
+                k, v = k_SKH.index_select(0, at), v_SKH.index_select(0, at)
+            part, part_lse = cudnn.attention(q, k, v, scale=self._scale, causal=False)
+            if done == 0:
+                out.copy_(part)
+                lse.copy_(part_lse)
+            else:
+                merge_state_(out, lse, part, part_lse)
+            done += main
+        if k0 + done < k1:
+            ranges = ((0, mid - q0, k0 + done, k1),)
+            merge_state_(
+                out, lse, *extend(q, k_SKH, v_SKH, slots.packed, ranges, scale=self._scale)
+            )
+        return [(mid, q1, k0, k1)] if mid < q1 else []
+
+
+def _empty_state(q_TNH: Tensor) -> tuple[Tensor, Tensor]:
+    """Not initialised: every row of every span is written, if only with "no key"."""
+    out = torch.empty(q_TNH.shape, dtype=torch.float32, device=q_TNH.device)
+    return out, torch.empty(q_TNH.shape[:2], dtype=torch.float32, device=q_TNH.device)
+
+
+def select_cuda_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, scale: float
+) -> TritonBackend:
+    """Own kernels with the fastest squares that work here: flash-attn 3, cuDNN, flash-attn 2,
+    torch's flash, Triton. float32 is Triton alone, without tensor cores: exact."""
+    if dtype == torch.float32:
+        return TritonBackend(scale)
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    use_cudnn = cudnn.is_available(device, dtype, head_dim)
+    square: Square | None = None
+    if hopper and find_spec("flash_attn_interface") is not None:
+        square = FlashAttn(scale, "flash_attn_interface")
+    elif not use_cudnn and find_spec("flash_attn") is not None:
+        square = FlashAttn(scale, "flash_attn")
+    elif not use_cudnn and not hopper:
+        square = CudaFlashBackend(scale)
+    return TritonBackend(scale, square=square, use_cudnn=use_cudnn)

@@ -1,0 +1,118 @@
+"""Backends equal dense attention for every mix of span sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from kernel_kit import assert_close, make_problem, poisoned
+from torch import Tensor
+
+from loongd.kernels import cudnn, reference, triton_backend
+from loongd.kernels.attention import PoolSlots, Spans
+from loongd.kernels.triton_backend import TritonBackend
+
+FULL = torch.float32
+MIXES = [
+    ((1, 1, 1), (40, 0, 7)),
+    ((2, 1), (40, 9)),
+    ((100, 1), (150, 40)),
+    ((70, 100, 1, 0), (33, 300, 0, 5)),
+]
+
+
+@pytest.fixture
+def small_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """Stand-in for cuDNN from 64 tokens on; returns the calls it got: queries, keys, causal."""
+    calls = []
+
+    def attention(
+        q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        calls.append((len(q_TNH), len(k_TKH), causal))
+        one = ((0, len(q_TNH), 0, len(k_TKH)),)
+        return reference.extend(q_TNH, k_TKH, v_TKH, None, one, scale=scale, causal=causal)
+
+    monkeypatch.setattr(cudnn, "attention", attention)
+    for name in ("LEAST_SQUARE", "LEAST_QUERIES", "LEAST_KEYS"):
+        monkeypatch.setattr(cudnn, name, 64)
+    monkeypatch.setattr(cudnn, "_STEP", 64)
+    monkeypatch.setattr(triton_backend, "_GATHERED_TOKENS", 128)
+    return calls
+
+
+def check_over_pool(
+    backend: TritonBackend,
+    device: torch.device,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    *,
+    in_runs: bool,
+) -> None:
+    p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    if in_runs:
+        p.k[: len(p.slots)], p.v[: len(p.slots)] = p.k[p.slots], p.v[p.slots]
+        p.slots = torch.arange(len(p.slots), device=device)
+    host = p.slots.cpu().numpy().astype(np.int64)
+    slots = PoolSlots(tuple(host[k0:k1] for _, _, k0, k1 in p.ranges), device)
+    spans = Spans(tuple(q_lens), tuple(k_lens), device)
+    with poisoned():
+        out, lse = backend.over_pool(p.q, p.k, p.v, slots, spans)
+    q, k, v, at = p.doubled
+    expected = reference.extend(q, k, v, at, p.ranges, scale=p.scale)
+    assert_close(out, expected[0], FULL)
+    assert_close(lse, expected[1], FULL)
+
+
+@pytest.mark.parametrize(("q_lens", "k_lens"), MIXES)
+def test_over_pool(device: torch.device, q_lens: Sequence[int], k_lens: Sequence[int]) -> None:
+    check_over_pool(TritonBackend(0.125), device, q_lens, k_lens, in_runs=False)
+
+
+@pytest.mark.parametrize("in_runs", [False, True])
+def test_over_pool_long(
+    device: torch.device, small_cudnn: list[tuple[int, int, bool]], in_runs: bool
+) -> None:
+    """Pieces by cuDNN, odd queries and keys by Triton."""
+    backend = TritonBackend(0.125, use_cudnn=True)
+    check_over_pool(backend, device, (70, 100, 3, 65), (33, 300, 40, 64), in_runs=in_runs)
+    pieces = [256] if in_runs else [128, 128]
+    assert small_cudnn == [*((64, keys, False) for keys in pieces), (64, 64, False)]
+
+
+@pytest.mark.parametrize("use_cudnn", [False, True])
+@pytest.mark.parametrize("lens", [(5, 0, 40), (150, 1, 64, 63)], ids=str)
+def test_square_causal(
+    device: torch.device,
+    small_cudnn: list[tuple[int, int, bool]],
+    lens: Sequence[int],
+    use_cudnn: bool,
+) -> None:
+    p = make_problem(lens, lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    k, v = p.k[p.slots], p.v[p.slots]
+    backend = TritonBackend(p.scale, use_cudnn=use_cudnn)
+    with poisoned():
+        out, lse = backend.square_causal(p.q, k, v, Spans(tuple(lens), tuple(lens), device))
+    doubled = (x.double().cpu() for x in (p.q, k, v))
+    expected = reference.extend(*doubled, None, p.ranges, scale=p.scale, causal=True)
+    assert_close(out, expected[0], FULL)
+    assert_close(lse, expected[1], FULL)
+    long = [(128, 128, True), (64, 64, True)] if max(lens) >= 64 and use_cudnn else []
+    assert small_cudnn == long
+
+
+def test_names() -> None:
+    assert TritonBackend(1.0).name == "triton"
+    assert TritonBackend(1.0, use_cudnn=True).name == "triton+cudnn"
+
+
+def test_planned_lengths_are_few() -> None:
+    """At most 32 an octave, none above the length or 128 tokens and 1/32 below it."""
+    planned = {cudnn.aligned(n, 1024) for n in range(1024, 32768)}
+    assert len(planned) == 8 + 16 + 3 * 32
+    for n in range(1024, 40000, 7):
+        assert n - max(128, n / 32) < cudnn.aligned(n, 1024) <= n
+    assert cudnn.aligned(1023, 1024) == 0
+    assert cudnn.aligned(100_003, 2048) == 100_003
