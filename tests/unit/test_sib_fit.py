@@ -122,12 +122,20 @@ def test_the_knee_of_a_roofline_is_found() -> None:
     assert compute_bound_batch(fit.coefficients) == round(0.004 / 2.2e-5)
 
 
+def test_single_prompts_alone_leave_requests_free() -> None:
+    truth = Coefficients(alpha_s=0.02, beta_s=2e-5, gamma_s=0.0)
+    points = [PrefillPoint(((0, n),), truth.time_s([(0, n)])) for n in (10, 1000, 10_000)]
+    fit = fit_prefill(1, points)
+    assert (fit.coefficients.item_s, fit.max_items) == (0.0, 1)
+    assert fit.coefficients.alpha_s == pytest.approx(0.02)
+
+
 def test_too_few_points_are_refused() -> None:
     with pytest.raises(ValueError, match="1 points"):
         fit_prefill(1, [PrefillPoint(((0, 10),), 0.1)])
 
 
-# ---- shipped profiles ------------------------------------------------------------------------------
+# ---- shipped profiles ----------------------------------------------------------------------------
 
 
 def test_every_shipped_profile_loads_and_says_where_it_comes_from() -> None:

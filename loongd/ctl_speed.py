@@ -1,0 +1,144 @@
+"""`loongctl profile` and `loongctl plan`: how fast this daemon is, measured and predicted.
+
+Knows: the stream of progress that the daemon sends, the bar, the tables. Does not know: sockets
+(callers hand in an answer's lines), or how anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from loongd.ctl_render import WIDTH, bar, numbers, seconds
+
+Json = Mapping[str, Any]
+GOOD_ERROR = 0.10
+"""The largest error with which `--check` is content."""
+
+
+_NOISY = 0.10
+
+
+def follow(lines: Iterable[bytes], progress: TextIO) -> dict[str, Any]:
+    """Show progress until the last word, and return that. Raises ValueError when there is none.
+
+    On a terminal one bar that moves, elsewhere a line for each stage.
+    """
+    shown = ""
+    last: dict[str, Any] = {}
+    for line in lines:
+        last = json.loads(line)
+        if "stage" not in last:
+            continue
+        if progress.isatty():
+            text = f"{bar(last['fraction'], 30)} {last['fraction']:4.0%}  {last['stage']}"
+            progress.write("\r" + text.ljust(WIDTH - 1))
+        elif last["stage"] != shown:
+            progress.write(f"{last['fraction']:4.0%} {last['stage']}\n")
+        shown = last["stage"]
+        progress.flush()
+    if progress.isatty():
+        progress.write("\r" + " " * (WIDTH - 1) + "\r")
+        progress.flush()
+    if "stage" in last or not last:
+        raise ValueError("the daemon stopped in the middle of it")
+    return last
+
+
+def write_profile(profile: Json, path: str) -> None:
+    """The profile as indented JSON. Raises OSError."""
+    Path(path).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+
+
+def profile(answer: Json) -> str:
+    """A profile as tables of its coefficients and their errors on the measured points."""
+    one = answer["profile"]
+    rows = [
+        f"{one['model']} on {one['device']}, tp {one['tp']}, {one['dtype']}"[:WIDTH],
+        "",
+        "PREFILL  STEP       PER REQUEST  PER 1K TOKENS  PER (1K)^2  MEAN ERR  WORST",
+    ]
+    for fit in one["prefill"]:
+        c = fit["coefficients"]
+        step = seconds(max(c["alpha_s"], c.get("floor_s", 0.0)))
+        rows.append(
+            f"dop {fit['dop']:<4} {step:<10} {seconds(c.get('item_s', 0.0)):<12} "
+            f"{seconds(c['beta_s'] * 1e3):<14} {seconds(c['gamma_s'] * 1e6):<11} {_error(fit)}"
+        )
+    rows += ["", "DECODE   MASTERS  STEP       PER REQUEST  PER 1K KV TOKENS  MEAN ERR  WORST"]
+    for fit in one["decode"]:
+        c = fit["coefficients"]
+        step = seconds(max(c["alpha_s"], c.get("floor_s", 0.0)))
+        each = c["request_s"] or c.get("over_s", 0.0)
+        rows.append(
+            f"dop {fit['dop']:<4} {fit['num_masters']:<8} {step:<10} {seconds(each):<12} "
+            f"{seconds(c['kv_token_s'] * 1e3):<17} {_error(fit)}"
+        )
+    rows += ["", f"compute-bound from {one['compute_bound_batch']:,} requests a master"]
+    if answer.get("path"):
+        rows.append(f"saved as {answer['path']}")
+    return "\n".join(rows)
+
+
+def check(found: Json) -> str:
+    """Predictions beside measurements, the worst last, and the verdict."""
+    rows = [f"profile of {found['date']}: {found['source']}"[:WIDTH], ""]
+    rows.append(f"{'STEP':<46} {'PREDICTED':>10} {'MEASURED':>10} {'ERROR':>7}")
+    for point in sorted(found["points"], key=lambda p: float(p["error"])):
+        times = f"{seconds(point['predicted_s']):>10} {seconds(point['measured_s']):>10}"
+        rows.append(f"{_what(point):<46} {times} {point['error']:>7.1%}")
+    verdict = "good" if is_good(found) else f"not good: more than {GOOD_ERROR:.0%}"
+    rows += [
+        "",
+        f"{found['num_points']} unseen batches: mean error {found['mean']:.1%}, "
+        f"worst {found['worst']:.1%}: {verdict}",
+    ]
+    if found["noise"] > _NOISY:
+        rows.append(
+            f"repetitions of a step typically take {found['noise']:.0%} longer than the fastest: "
+            "is the machine busy?"
+        )
+    return "\n".join(rows)
+
+
+def is_good(found: Json) -> bool:
+    """Whether every prediction was near enough."""
+    return bool(found["num_points"]) and float(found["worst"]) <= GOOD_ERROR
+
+
+def plan(answer: Json) -> str:
+    """What would happen to a prompt now."""
+    if not answer["dop"]:
+        return f"not served: {answer['reason']}"
+    members = f": instances {numbers(answer['members'])}" if answer["members"] else ""
+    rows = [
+        ("prompt", f"{answer['prompt_tokens']:,} tokens, up to {answer['max_tokens']:,} more"),
+        ("group", f"dop {answer['dop']}{members}"),
+        ("wait", seconds(answer["queue_s"])),
+        ("prefill", seconds(answer["prefill_s"])),
+        ("ttft", f"{seconds(answer['ttft_s'])} predicted"),
+        ("why", answer["reason"]),
+    ]
+    return "\n".join(f"{name:<9} {text}" for name, text in rows)
+
+
+def _error(fit: Json) -> str:
+    error = fit.get("error")
+    return "-" if error is None else f"{error['mean']:<9.1%} {error['worst']:.1%}"
+
+
+def _what(point: Json) -> str:
+    if point["phase"] == "decode":
+        masters = f"{point['num_masters']} masters" if point["num_masters"] > 1 else "1 master"
+        return (
+            f"decode, dop {point['dop']}, {masters}, {point['batch']} over "
+            f"{point['kv_tokens']:,} tokens"
+        )
+    return f"prefill, dop {point['dop']}: {_items(point['items'])}"[:46]
+
+
+def _items(items: Sequence[Sequence[int]]) -> str:
+    parts = [f"{new:,} after {cached:,}" if cached else f"{new:,}" for cached, new in items]
+    return " + ".join(parts)

@@ -1,0 +1,230 @@
+"""The SIB: how long a step will take (LoongServe, section 5; the paper's scaling information base).
+
+Knows: a profile's formulas (`sched.sib_profile`), how to fill in degrees of parallelism that were
+not profiled, how far a prediction lies outside what was measured, and a bounded correction from
+the steps that really ran.
+Does not know: clocks, workers, files, who asks.
+
+Degrees that were not profiled: per-step costs are linear in dop between the profiled neighbours;
+costs per token are shared by the group, so cost x dop is. Beyond the profiled ends the nearest
+one's cost x dop holds and its per-step costs stay. Decode coefficients are already per member and
+per master: linear between neighbours, first in masters, then in dop, constant beyond the ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Literal
+
+from loongd.sched.sib_correct import Correction
+from loongd.sched.sib_default import HARDWARE, Hardware, ModelFacts, default_profile
+from loongd.sched.sib_profile import (
+    Coefficients,
+    DecodeCoefficients,
+    DecodeFit,
+    PrefillFit,
+    Profile,
+    dump_profile,
+    parse_profile,
+)
+
+__all__ = [
+    "HARDWARE",
+    "Coefficients",
+    "DecodeCoefficients",
+    "Hardware",
+    "ModelFacts",
+    "Profile",
+    "Sib",
+    "default_profile",
+    "dump_profile",
+    "parse_profile",
+]
+
+_LIMIT_MEASURED = 2.0
+_LIMIT_MODELLED = 16.0
+"""How far correction may go: a measured profile is about right, a roofline may be far off."""
+
+
+class Sib:
+    """Predicts step times from a profile; deterministic given the observations so far."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.replace(profile)
+
+    def replace(self, profile: Profile) -> None:
+        """Predict from another profile; corrections start anew."""
+        self._profile = profile
+        self._prefill_fits = sorted(profile.prefill, key=lambda fit: fit.dop)
+        self._raw_prefill: dict[int, Coefficients] = {}
+        self._prefill: dict[int, Coefficients] = {}
+        self._decode: dict[tuple[int, int], DecodeCoefficients] = {}
+        self._corrections: dict[tuple[Literal["prefill", "decode"], int], Correction] = {}
+
+    @property
+    def profile(self) -> Profile:
+        """What predictions are made from."""
+        return self._profile
+
+    @property
+    def max_dop(self) -> int:
+        """The largest profiled degree of parallelism; larger ones are extrapolated."""
+        return self._profile.max_dop
+
+    @property
+    def compute_bound_batch(self) -> int:
+        """Requests per master from which a decode step is bound by arithmetic."""
+        return self._profile.compute_bound_batch
+
+    # ---- predictions ---------------------------------------------------------------------------
+
+    def prefill_s(self, dop: int, items: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a prefill step on `dop` instances; `items` are (cached, new) tokens."""
+        return self.prefill_coefficients(dop).time_s(items)
+
+    def prefill_coefficients(self, dop: int) -> Coefficients:
+        """The coefficients that `prefill_s` uses now, with the online correction in them."""
+        found = self._prefill.get(dop)
+        if found is None:
+            found = self._raw(dop).scaled(self._factor("prefill", dop))
+            self._prefill[dop] = found
+        return found
+
+    def decode_s(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
+        """Seconds of a decode step of `batch` requests, spread evenly over `num_masters`, that
+        read `kv_tokens` altogether, spread evenly over `dop` members."""
+        raw = self._raw_decode_s(dop, num_masters, batch, kv_tokens)
+        return raw * self._factor("decode", dop)
+
+    def migrate_s(self, tokens: int) -> float:
+        """Seconds to move the KV of `tokens` from one instance to another."""
+        migrate = self._profile.migrate
+        return migrate.alpha_s + migrate.token_s * tokens if tokens else 0.0
+
+    def prefill_reach(self, dop: int, items: Sequence[tuple[int, int]]) -> float:
+        """How far outside the profiled range the step lies: 1 is inside, 4 four times as much
+        work as was ever measured. Predictions with more than 1 are extrapolations."""
+        fit = _nearest(self._prefill_fits, dop)
+        new = sum(count for _, count in items)
+        square = sum(count * (count + 2 * cached) for cached, count in items)
+        return max(1.0, new / fit.max_tokens, square / fit.max_square, len(items) / fit.max_items)
+
+    def decode_reach(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
+        """The same for a decode step."""
+        fits = [fit for fit in self._profile.decode if fit.dop == dop] or self._profile.decode
+        fit = min(fits, key=lambda fit: (abs(fit.dop - dop), abs(fit.num_masters - num_masters)))
+        return max(1.0, batch / fit.max_batch, kv_tokens / fit.max_kv_tokens)
+
+    # ---- observations --------------------------------------------------------------------------
+
+    def observe_prefill(self, dop: int, items: Sequence[tuple[int, int]], elapsed_s: float) -> None:
+        """Learn from a prefill step that ran; the same units as `prefill_s`."""
+        self._observe("prefill", dop, self._raw(dop).time_s(items), elapsed_s)
+        self._prefill.pop(dop, None)
+
+    def observe_decode(
+        self, *, dop: int, num_masters: int, batch: int, kv_tokens: int, elapsed_s: float
+    ) -> None:
+        """Learn from a decode step that ran; the same units as `decode_s`."""
+        raw = self._raw_decode_s(dop, num_masters, batch, kv_tokens)
+        self._observe("decode", dop, raw, elapsed_s)
+
+    def corrections(self) -> dict[str, float]:
+        """The factors in force, by `phase@dop`; for status pages."""
+        return {f"{p}@{dop}": c.factor for (p, dop), c in sorted(self._corrections.items())}
+
+    def _observe(
+        self, phase: Literal["prefill", "decode"], dop: int, predicted_s: float, elapsed_s: float
+    ) -> None:
+        correction = self._corrections.get((phase, dop))
+        if correction is None:
+            limit = _LIMIT_MEASURED if self._profile.measured else _LIMIT_MODELLED
+            correction = self._corrections[phase, dop] = Correction(limit)
+        correction.observe(predicted_s, elapsed_s)
+
+    def _factor(self, phase: Literal["prefill", "decode"], dop: int) -> float:
+        correction = self._corrections.get((phase, dop))
+        return 1.0 if correction is None else correction.factor
+
+    # ---- between profiled degrees --------------------------------------------------------------
+
+    def _raw(self, dop: int) -> Coefficients:
+        found = self._raw_prefill.get(dop)
+        if found is None:
+            found = self._raw_prefill[dop] = _between_prefill(self._prefill_fits, dop)
+        return found
+
+    def _raw_decode_s(self, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
+        key = (dop, num_masters)
+        found = self._decode.get(key)
+        if found is None:
+            found = self._decode[key] = _between_decode(self._profile.decode, dop, num_masters)
+        return found.time_s(dop=dop, num_masters=num_masters, batch=batch, kv_tokens=kv_tokens)
+
+
+def _nearest(fits: Sequence[PrefillFit], dop: int) -> PrefillFit:
+    return min(fits, key=lambda fit: abs(fit.dop - dop))
+
+
+def _between_prefill(fits: Sequence[PrefillFit], dop: int) -> Coefficients:
+    if dop < 1:
+        raise ValueError(f"dop is {dop}, but a group has at least one instance")
+    low, high, share = _neighbours([fit.dop for fit in fits], dop)
+    a, b = fits[low], fits[high]
+    left, right = a.coefficients, b.coefficients
+
+    def per_token(x: float, y: float) -> float:
+        return _mix(x * a.dop, y * b.dop, share) / dop
+
+    return Coefficients(
+        alpha_s=_mix(left.alpha_s, right.alpha_s, share),
+        beta_s=per_token(left.beta_s, right.beta_s),
+        gamma_s=per_token(left.gamma_s, right.gamma_s),
+        item_s=_mix(left.item_s, right.item_s, share),
+        floor_s=_mix(left.floor_s, right.floor_s, share),
+    )
+
+
+def _between_decode(fits: Sequence[DecodeFit], dop: int, num_masters: int) -> DecodeCoefficients:
+    if not 1 <= num_masters <= dop:
+        raise ValueError(f"{num_masters} masters in a group of {dop}")
+    dops = sorted({fit.dop for fit in fits})
+    low, high, share = _neighbours(dops, dop)
+    at = [_at_masters(fits, dops[i], num_masters) for i in (low, high)]
+    return _mix_decode(at[0], at[1], share)
+
+
+def _at_masters(fits: Sequence[DecodeFit], dop: int, num_masters: int) -> DecodeCoefficients:
+    row = sorted((fit for fit in fits if fit.dop == dop), key=lambda fit: fit.num_masters)
+    low, high, share = _neighbours([fit.num_masters for fit in row], num_masters)
+    return _mix_decode(row[low].coefficients, row[high].coefficients, share)
+
+
+def _neighbours(known: Sequence[int], wanted: int) -> tuple[int, int, float]:
+    """Indices of the profiled values around `wanted`, and its place between them, 0 to 1."""
+    at = bisect_left(known, wanted)
+    if at == len(known):
+        return at - 1, at - 1, 0.0
+    if known[at] == wanted or at == 0:
+        return at, at, 0.0
+    return at - 1, at, (wanted - known[at - 1]) / (known[at] - known[at - 1])
+
+
+def _mix(left: float, right: float, share: float) -> float:
+    return left + (right - left) * share
+
+
+def _mix_decode(
+    left: DecodeCoefficients, right: DecodeCoefficients, share: float
+) -> DecodeCoefficients:
+    if left is right or share == 0.0:
+        return left
+    return DecodeCoefficients(
+        alpha_s=_mix(left.alpha_s, right.alpha_s, share),
+        request_s=_mix(left.request_s, right.request_s, share),
+        kv_token_s=_mix(left.kv_token_s, right.kv_token_s, share),
+        over_s=_mix(left.over_s, right.over_s, share),
+        knee=_mix(left.knee, right.knee, share),
+        floor_s=_mix(left.floor_s, right.floor_s, share),
+    )

@@ -1,0 +1,182 @@
+"""What profiling has found out, as frozen values that are one readable JSON file.
+
+Knows: the coefficients of the time formulas, the range in which they were measured, and how
+good the fit was. Does not know: how coefficients are measured (`loongd.profiling`), fitted
+(`sched.sib_fit`) or used (`sched.sib`).
+
+Prefill, for one degree of parallelism:
+    T = max(floor, alpha + item * requests + beta * sum(new)
+            + gamma * sum((cached + new)^2 - cached^2))
+Decode, for one (dop, masters), with b = ceil(batch / masters) requests of the busiest master
+and k = kv_tokens / dop tokens read by each member:
+    T = max(floor, alpha + request * b + over * max(0, b - knee) + kv_token * k)
+`over` is what a request costs once the linear layers are bound by arithmetic, not by reading the
+weights; `alpha` holds that reading, launches and the latency of the exchanges.
+All coefficients are seconds and not negative, so no prediction falls when work is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import msgspec
+
+from loongd.errors import ConfigError
+
+FORMAT = 1
+
+
+class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill time of one degree of parallelism: seconds, per token, per squared token, ..."""
+
+    alpha_s: float
+    beta_s: float
+    gamma_s: float
+    item_s: float = 0.0
+    floor_s: float = 0.0
+
+    def time_s(self, items: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
+        new = square = 0
+        for cached, count in items:
+            new += count
+            square += count * (count + 2 * cached)
+        return max(
+            self.floor_s,
+            self.alpha_s + self.item_s * len(items) + self.beta_s * new + self.gamma_s * square,
+        )
+
+    def scaled(self, factor: float) -> Coefficients:
+        """All times multiplied by `factor`."""
+        return Coefficients(
+            alpha_s=self.alpha_s * factor,
+            beta_s=self.beta_s * factor,
+            gamma_s=self.gamma_s * factor,
+            item_s=self.item_s * factor,
+            floor_s=self.floor_s * factor,
+        )
+
+
+class DecodeCoefficients(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode time of one (dop, masters); the module says what each coefficient means."""
+
+    alpha_s: float
+    request_s: float
+    kv_token_s: float
+    over_s: float = 0.0
+    knee: float = 0.0
+    floor_s: float = 0.0
+
+    def time_s(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
+        """Seconds of one step of `batch` requests that read `kv_tokens` altogether."""
+        busiest = ceil(batch / num_masters)
+        return max(
+            self.floor_s,
+            self.alpha_s
+            + self.request_s * busiest
+            + self.over_s * max(0.0, busiest - self.knee)
+            + self.kv_token_s * kv_tokens / dop,
+        )
+
+
+class FitError(msgspec.Struct, frozen=True, kw_only=True):
+    """Relative errors of a fit on its own points."""
+
+    mean: float
+    worst: float
+    num_points: int
+
+
+class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill coefficients of a dop; measured up to so many new tokens, squares and requests."""
+
+    dop: int
+    coefficients: Coefficients
+    max_tokens: int
+    max_square: int
+    max_items: int
+    error: FitError | None = None
+
+
+class DecodeFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode coefficients of (dop, masters); measured up to so large a batch and so much KV."""
+
+    dop: int
+    num_masters: int
+    coefficients: DecodeCoefficients
+    max_batch: int
+    max_kv_tokens: int
+    error: FitError | None = None
+
+
+class MigrateFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Moving KV from one instance to another: seconds at least, and per token."""
+
+    alpha_s: float
+    token_s: float
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything known of the speed of one model on one device; `sib.Sib` predicts from it.
+
+    Args:
+        model: name, for people.
+        shape: the model's shape in words (`sib_default.ModelFacts.key`); must match to be used.
+        device: the device's name; must match to be used.
+        tp: workers per instance; must match to be used.
+        date: ISO date of the measurement, or of the file.
+        source: where the numbers come from; what is measured and what is derived.
+        measured: coefficients come from these very workers; else they are a model, and online
+            correction may move them further.
+        versions: of loongd and of libraries that matter.
+        compute_bound_batch: requests per master at which arithmetic takes as long as reading
+            the weights.
+        link_bytes_per_s: bandwidth from one instance to another, one way.
+    """
+
+    model: str
+    shape: str
+    device: str
+    tp: int
+    date: str
+    source: str
+    measured: bool
+    prefill: list[PrefillFit]
+    decode: list[DecodeFit]
+    migrate: MigrateFit
+    compute_bound_batch: int
+    kv_bytes_per_token: int
+    link_bytes_per_s: float
+    dtype: str = ""
+    versions: dict[str, str] = {}
+    format: int = FORMAT
+
+    @property
+    def max_dop(self) -> int:
+        """The largest degree of parallelism with prefill coefficients."""
+        return max(fit.dop for fit in self.prefill)
+
+
+def dump_profile(profile: Profile) -> str:
+    """A profile as indented JSON, which `parse_profile` reads back to the same value."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=2).decode() + "\n"
+
+
+def parse_profile(data: str | bytes, *, where: str) -> Profile:
+    """The profile in a JSON text. Raises ConfigError that starts with `where`."""
+    try:
+        profile = msgspec.json.decode(data, type=Profile)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{where}: not a profile: {error}") from error
+    if profile.format != FORMAT:
+        raise ConfigError(f"{where}: format is {profile.format}, this loongd reads {FORMAT}")
+    if not profile.prefill or not profile.decode:
+        raise ConfigError(f"{where}: a profile needs prefill and decode coefficients")
+    fits: tuple[PrefillFit | DecodeFit, ...] = (*profile.prefill, *profile.decode)
+    for fit in fits:
+        numbers = msgspec.structs.asdict(fit.coefficients)
+        bad = [name for name, value in numbers.items() if not 0 <= value < float("inf")]
+        if bad or fit.dop < 1:
+            raise ConfigError(f"{where}: {bad or 'dop'} of dop {fit.dop} must not be negative")
+    return profile

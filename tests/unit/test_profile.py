@@ -1,0 +1,204 @@
+"""Profiling against workers with a formula of their own; files; sizes."""
+
+import asyncio
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from profile_kit import FACTS, FakeWorkers, make_profiler
+
+from loongd.errors import ConfigError, WorkerError
+from loongd.profiling import grid, store
+from loongd.profiling.bench import Bench, even
+from loongd.profiling.facts import device_key
+from loongd.profiling.profiler import ProfileRequest
+from loongd.sched.sib import Sib, default_profile
+from loongd.wire import StepDone
+
+
+async def run(workers: FakeWorkers, **asked: Any) -> tuple[list[dict[str, Any]], Sib]:
+    profiler, sib = make_profiler(workers)
+    words = [word async for word in profiler.run(ProfileRequest(quick=True, **asked))]
+    return words, sib
+
+
+@pytest.mark.parametrize("num_instances", [1, 2, 4])
+async def test_a_profile_finds_the_formula_of_the_workers(num_instances: int) -> None:
+    workers = FakeWorkers(num_instances)
+    words, sib = await run(workers, save=False)
+    fractions = [word["fraction"] for word in words if "stage" in word]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert words[-1]["path"] is None
+    assert workers.num_used == 0
+    assert workers.most_used > 100
+    assert sib.profile.measured
+    assert sib.max_dop == num_instances
+    for dop in range(1, num_instances + 1):
+        items = [(1000, 300), (0, 77)]
+        expected = 0.0012 + (2e-5 * 377 + 1e-9 * (1300**2 - 1000**2 + 77**2)) / dop
+        assert sib.prefill_s(dop, items) == pytest.approx(expected, rel=0.02)
+        for masters in range(1, dop + 1):
+            expected = 0.002 + 2e-4 * ceil(24 / masters) + 5e-7 * 12_345 / dop
+            found = sib.decode_s(dop=dop, num_masters=masters, batch=24, kv_tokens=12_345)
+            assert found == pytest.approx(expected, rel=0.02)
+    read_back = msgspec.convert(words[-1]["profile"], type(sib.profile))
+    assert read_back == sib.profile
+
+
+async def test_steps_spoiled_by_the_machine_do_not_spoil_the_profile() -> None:
+    _, sib = await run(FakeWorkers(1, spoil=5.0), save=False)
+    assert sib.prefill_s(1, [(0, 1000)]) == pytest.approx(0.0011 + 0.020 + 0.001, rel=0.1)
+
+
+async def test_a_check_is_content_with_what_it_measured_and_not_with_other_workers() -> None:
+    _, sib = await run(FakeWorkers(2), save=False)
+    for slow, good in ((1.0, True), (1.2, False)):
+        workers = FakeWorkers(2, slow=slow)
+        profiler, _ = make_profiler(workers)
+        profiler._sib = sib
+        words = [w async for w in profiler.run(ProfileRequest(quick=True, check=True))]
+        found = words[-1]["check"]
+        assert workers.num_used == 0
+        assert found["num_points"] >= 20
+        assert {point["phase"] for point in found["points"]} == {"prefill", "decode"}
+        assert (found["worst"] < 0.05) == good
+        assert (found["mean"] > 0.1) == (not good)
+
+
+async def test_a_profile_is_saved_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
+    words, sib = await run(FakeWorkers(1))
+    path = Path(words[-1]["path"])
+    assert path.parent == tmp_path / "profiles"
+    found = store.find(store.places({"STATE_DIRECTORY": str(tmp_path)}), **match())
+    assert found == (path, sib.profile)
+
+
+async def test_a_failing_step_ends_the_profile_in_words_and_frees_everything() -> None:
+    workers = FakeWorkers(2)
+    workers.fail_step = 40
+    with pytest.raises(WorkerError, match="instance 0: out of slots"):
+        await run(workers, save=False)
+    assert workers.num_used == 0
+
+
+async def test_a_lost_worker_ends_the_profile_in_words() -> None:
+    workers = FakeWorkers(2)
+    workers.lose_at = 40
+    with pytest.raises(WorkerError, match="instance 0 is lost: killed by signal 9"):
+        await run(workers, save=False)
+
+
+async def test_a_reader_that_goes_away_leaves_an_empty_pool() -> None:
+    workers = FakeWorkers(1)
+    profiler, _ = make_profiler(workers)
+    words = profiler.run(ProfileRequest(quick=True, save=False))
+    async for word in words:
+        if "prefill" in word["stage"]:
+            break
+    assert workers.num_used > 0
+    await words.aclose()
+    assert workers.num_used == 0
+
+
+async def test_reports_of_other_steps_are_skipped() -> None:
+    workers = FakeWorkers(1)
+    with workers.exclusive() as exclusive:
+        bench = Bench(exclusive, vocab_size=300, max_tokens=100)
+        bench.group(1)
+        exclusive.put(StepDone(0, 12, 99.0, []))
+        assert await asyncio.wait_for(bench.prefill([(0, 10)]), 5) < 1.0
+
+
+# ---- pure parts ----------------------------------------------------------------------------------
+
+
+def match() -> dict[str, Any]:
+    return {"shape": FACTS.key, "device": "cpu x", "tp": 1}
+
+
+def test_even_spreads_all_tokens() -> None:
+    assert even(7, [3, 5, 9]) == [(3, 3), (5, 2), (9, 2)]
+    assert even(1, [3, 5]) == [(3, 1)]
+
+
+def test_typical_ignores_slow_repetitions() -> None:
+    assert grid.typical([5.0]) == 5.0
+    assert grid.typical([1.0, 9.0]) == 1.0
+    assert grid.typical([60.0, 1.2, 1.0]) == 1.0
+    assert grid.typical([1.0, 1.2, 1.1, 50.0, 60.0, 9.0, 9.0]) == 1.1
+    assert grid.spread([2.0, 1.0, 3.0]) == 1.0
+
+
+def test_rounds_grow_with_short_steps_and_never_fall_below_three() -> None:
+    effort = grid.Effort(max_step_s=1.0, max_rounds=7, point_s=0.5, max_batch=64)
+    assert [effort.rounds(s) for s in (0.001, 0.1, 0.2, 10.0)] == [7, 5, 3, 3]
+
+
+def test_sizes_stay_inside_what_is_asked() -> None:
+    for longest in (16, 100, 8192):
+        block = max(longest * 3 // 4 // 16, 1)
+        seen = grid.prefill_sizes(longest, block)
+        assert len(seen) == len(set(seen))
+        assert max(new for items in seen for _, new in items) == longest
+        for items in grid.unseen_prefills(longest, block, seed=1, count=30):
+            assert all(cached % block == 0 for cached, _ in items)
+            assert sum(new for _, new in items) <= max(longest, 16)
+    assert {size.batch for size in grid.decode_sizes(64)} == {1, 2, 4, 8, 16, 32, 64}
+    assert all(1 <= size.batch <= 64 for size in grid.unseen_decodes(64, 1, 100))
+
+
+def test_unseen_batches_are_the_same_each_time_and_not_those_of_the_profile() -> None:
+    seen = set(grid.prefill_sizes(1024, 48))
+    unseen = grid.unseen_prefills(1024, 48, seed=5, count=9)
+    assert unseen == grid.unseen_prefills(1024, 48, seed=5, count=9)
+    assert not seen & set(unseen)
+
+
+def test_a_cpu_is_named_by_processor_and_share() -> None:
+    assert device_key("NVIDIA H200", num_cores=2, num_workers=2) == "NVIDIA H200"
+    assert device_key("cpu", num_cores=8, num_workers=2).endswith(", 4 cores a worker")
+    assert device_key("cpu", num_cores=2, num_workers=4).endswith(", 2 cores for 4 workers")
+    assert device_key("cpu", num_cores=2, num_workers=2).startswith("cpu ")
+
+
+def test_the_newest_match_of_the_best_directory_wins(tmp_path: Path) -> None:
+    old = default_profile(FACTS, "cpu x", date="2026-01-01")
+    new = msgspec.structs.replace(old, date="2026-02-01", model="again")
+    other = msgspec.structs.replace(old, device="cpu y", date="2027-01-01")
+    best, worse = tmp_path / "a", tmp_path / "b"
+    store.save(worse, new)
+    assert store.find([best, worse], **match()) is not None
+    for profile in (old, new, other):
+        store.save(best, profile)
+    found = store.find([best, worse], **match())
+    assert found is not None
+    assert found[0].parent == best
+    assert found[1] == new
+    assert store.find([best], shape=FACTS.key, device="cpu z", tp=1) is None
+
+
+def test_a_broken_file_is_said_and_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = default_profile(FACTS, "cpu x", date="2026-01-01")
+    store.save(tmp_path, good)
+    (tmp_path / "broken.json").write_text("{")
+    found = store.find([tmp_path], **match())
+    assert found is not None
+    assert found[1] == good
+    assert "broken.json: not a profile" in caplog.text
+    with pytest.raises(ConfigError, match=r"profile .*none\.json: cannot be read: No such file"):
+        store.load(tmp_path / "none.json")
+
+
+def test_places_begin_with_the_state_directory() -> None:
+    assert store.places({"STATE_DIRECTORY": "/var/lib/loongd:/x"})[0] == Path(
+        "/var/lib/loongd/profiles"
+    )
+    assert store.state_dir({"XDG_STATE_HOME": "/s"}) == Path("/s/loongd/profiles")
