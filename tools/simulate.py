@@ -29,8 +29,9 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--policy",
         default="loongserve",
-        help="loongserve, fcfs, static_tp, static_sp or replicas; for static_tp choose a profile "
-        "of that tp and one instance (%(default)s)",
+        help="loongserve, fcfs, static_tp, static_sp, replicas or chunked (static with chunks of "
+        "--max-batched-tokens); for static_tp choose a profile of that tp and one instance "
+        "(%(default)s)",
     )
     add("--instances", type=int, default=8, help="elastic instances (%(default)s)")
     add("--slots", type=int, default=210_000, help="KV tokens of each (%(default)s)")
@@ -44,6 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the noise (%(default)s)")
     add("--overhead-ms", type=float, default=0.0, help="added to every step (%(default)s)")
     add("--max-batched-tokens", type=int, default=LIMITS.max_num_batched_tokens)
+    add("--prefill-wait", type=float, default=LIMITS.max_prefill_wait_s, help="bound, seconds")
     add("--check", action="store_true", help="check all invariants after each event (slow)")
     add("--json", type=Path, help="write the summary here")
     add("--picture", type=Path, help="write an image of instances x time here (plot extra)")
@@ -58,7 +60,8 @@ def simulate(args: argparse.Namespace) -> None:
         trace = at_rate(trace, args.rate)
     profile = load_profile(args.profile, PROFILES)
     system = System(args.policy, profile, args.instances, args.slots).limited(
-        max_num_batched_tokens=args.max_batched_tokens
+        max_num_batched_tokens=args.max_batched_tokens,
+        max_prefill_wait_s=args.prefill_wait,
     )
     options = Options(
         max_tokens=args.max_tokens,

@@ -1,11 +1,16 @@
 """A cost model that can be computed by hand, and small traces."""
 
 import random
+from pathlib import Path
 
 from loongd.sched.policy import Limits
 from loongd.sched.scheduler import Scheduler
 from loongd.sim.engine import Options, Simulation
+from loongd.sim.systems import load_profile
 from loongd.sim.trace import TracedRequest
+
+PROFILES = Path(__file__).resolve().parents[2] / "etc" / "profiles"
+A800 = load_profile("a800-llama2-7b-tp2", PROFILES)
 
 
 class HandCosts:

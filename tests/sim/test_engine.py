@@ -3,11 +3,13 @@
 from itertools import pairwise
 
 import pytest
-from sim_kit import HandCosts, random_trace, simulate
+from sim_kit import A800, HandCosts, random_trace, simulate
 
 from loongd.sched.policies.fcfs import FirstComeFirstServed
+from loongd.sched.policies.loongserve import LoongServe
 from loongd.sched.policies.static import FixedGroups
-from loongd.sched.policy import Decisions
+from loongd.sched.policy import Decisions, Limits
+from loongd.sched.sib import Sib
 from loongd.sim.engine import StalledError
 from loongd.sim.trace import TracedRequest
 
@@ -15,6 +17,8 @@ POLICIES = {
     "fcfs": FirstComeFirstServed,
     "replicas": lambda: FixedGroups(together=False),
     "static_sp": lambda: FixedGroups(together=True),
+    "chunked": lambda: FixedGroups(together=True, chunked=True),
+    "loongserve": lambda: LoongServe(Sib(A800)),
 }
 
 
@@ -51,6 +55,28 @@ def test_three_requests_on_one_instance_by_hand():
         ("decode", (("r2", 1),)),
         ("decode", (("r2", 1),)),
     ]
+
+
+def test_chunks_take_turns_with_decode_by_hand():
+    trace = [TracedRequest(0.0, 100, 3), TracedRequest(0.5, 250, 1)]
+    run = simulate(
+        FixedGroups(together=True, chunked=True),
+        trace,
+        slots=[5000],
+        limits=Limits(max_num_batched_tokens=120),
+        record_steps=True,
+    )
+    assert [(s.kind, s.items) for s in run.steps] == [
+        ("prefill", (("r0", 100),)),
+        ("decode", (("r0", 1),)),
+        ("prefill", (("r1", 120),)),
+        ("decode", (("r0", 1),)),
+        ("prefill", (("r1", 120),)),
+        ("prefill", (("r1", 10),)),
+    ]
+    first, second = run.outcomes
+    assert first.end_s == pytest.approx(1.1 + 0.01 + 1.12 + 0.01)
+    assert second.end_s == pytest.approx(first.end_s + 1.12 + 1.01)
 
 
 def test_replicas_work_side_by_side():

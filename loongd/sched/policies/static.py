@@ -1,0 +1,232 @@
+"""Fixed parallelism, to compare with: instances in groups that never change.
+
+Static tensor parallelism is one group of one (large) instance, static sequence parallelism one
+group of all instances, replicas are groups of one instance each, with requests dealt in turn.
+In a group: first come, first served; a prefill step, then a decode step, in turn; whole prompts,
+batched up to `max_num_batched_tokens`, or chunked prefill: so many tokens at most in every step. KV
+stays where the group is, so a prompt longer than its group's free slots waits while other groups
+may have room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from loongd.sched.policy import (
+    Decisions,
+    GiveUp,
+    Placed,
+    Preempt,
+    StartDecode,
+    StartPrefill,
+    View,
+)
+from loongd.sched.request import Phase, Request
+from loongd.sched.scaling import SPREAD_THRESHOLD
+from loongd.sched.words import name_instances, plural
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group and what it runs. `free` and `committed` are as after the decisions so far."""
+
+    members: tuple[int, ...]
+    slots: int
+    free: dict[int, int]
+    idle: bool
+    owes_decode: bool
+    committed: int = 0
+    running: list[Request] = field(default_factory=list)
+
+    @property
+    def decoding(self) -> list[Request]:
+        return [r for r in self.running if r.phase is Phase.DECODE]
+
+
+@dataclass(slots=True)
+class _Round:
+    prefills: list[StartPrefill] = field(default_factory=list)
+    decodes: list[StartDecode] = field(default_factory=list)
+    give_ups: list[GiveUp] = field(default_factory=list)
+    preempt: Preempt | None = None
+
+
+class FixedGroups:
+    """Groups of one instance each, or `together` one group of all.
+
+    Stateless: a request belongs to the group that holds its KV, or else to one by its number.
+    """
+
+    def __init__(self, *, together: bool, chunked: bool = False) -> None:
+        """`chunked`: a prompt is cut where a step has `max_num_batched_tokens`."""
+        self._together = together
+        self._chunked = chunked
+
+    def decide(self, view: View) -> Decisions:
+        """Every idle group starts a step, if it has any work."""
+        groups = self._groups(view)
+        if not groups:
+            return Decisions()
+        found = _Round()
+        queues = _Queues(view.waiting, len(groups), found)
+        for number, group in enumerate(groups):
+            if not group.idle:
+                continue
+            batch = self._batch(view, group, queues.of(number, group.slots))
+            if batch:
+                found.prefills.append(_prefill(group, batch))
+            elif group.running and found.preempt is None:
+                self._decode(view, group, found)
+        return Decisions(
+            prefills=tuple(found.prefills),
+            decodes=tuple(found.decodes),
+            preempt=found.preempt,
+            give_ups=tuple(found.give_ups),
+        )
+
+    def _groups(self, view: View) -> list[_Group]:
+        alive = tuple(view.free)
+        sets = [alive] if self._together else [(i,) for i in alive]
+        groups: list[_Group] = []
+        of_instance: dict[int, _Group] = {}
+        for members in sets if alive else ():
+            views = [view.instances[i] for i in members]
+            group = _Group(
+                members=members,
+                slots=sum(v.slots for v in views),
+                free={i: view.free[i] for i in members},
+                idle=all(v.idle for v in views),
+                owes_decode=any(v.owes_decode for v in views),
+            )
+            groups.append(group)
+            of_instance.update(dict.fromkeys(members, group))
+        for request in view.running.values():
+            group = of_instance[request.holders[0]]
+            group.running.append(request)
+            group.committed += request.committed_tokens
+        return groups
+
+    def _batch(
+        self, view: View, group: _Group, queue: Iterator[Request]
+    ) -> list[tuple[Request, int]]:
+        """The next prompts, or parts, if it is their turn and their growth fits too."""
+        if group.owes_decode and group.decoding:
+            return []
+        limits = view.limits
+        left_tokens, free = limits.max_num_batched_tokens, sum(group.free.values())
+        batch: list[tuple[Request, int]] = []
+        for request in group.running:
+            num_tokens = min(request.left_tokens, left_tokens, free)
+            if request.between_chunks and num_tokens > 0:
+                batch.append((request, num_tokens))
+                left_tokens -= num_tokens
+                free -= num_tokens
+        committed = group.committed
+        for request in queue:
+            committed += request.committed_tokens
+            num_tokens = request.num_tokens
+            if self._chunked:
+                num_tokens = min(num_tokens, left_tokens)
+            elif batch and num_tokens > left_tokens:
+                break
+            is_full = committed > group.slots or num_tokens > free
+            if is_full or num_tokens == 0 or len(group.running) == limits.max_num_seqs:
+                break
+            batch.append((request, num_tokens))
+            group.running.append(request)
+            left_tokens -= num_tokens
+            free -= num_tokens
+        return batch
+
+    def _decode(self, view: View, group: _Group, found: _Round) -> None:
+        """All decoding requests take one step; masters are spread only when that pays."""
+        batch = sorted(group.decoding, key=lambda r: (r.last_step_id, r.order))
+        batch = batch[: view.limits.max_num_seqs]
+        quota = -(-len(batch) // len(group.members)) if len(batch) > SPREAD_THRESHOLD else None
+        items: list[tuple[Request, int]] = []
+        load = dict.fromkeys(group.members, 0)
+        for request in batch:
+            open_to = [i for i in group.members if group.free[i] > 0]
+            under = [i for i in open_to if quota is None or load[i] < quota]
+            if not open_to:
+                break
+            if quota is None:
+                master = max(open_to, key=lambda i: (load[i] > 0, group.free[i], -i))
+            else:
+                master = min(under or open_to, key=lambda i: (load[i], i))
+            group.free[master] -= 1
+            load[master] += 1
+            items.append((request, master))
+        if items:
+            reason = f"decode {plural(len(items), 'request')} on {name_instances(group.members)}"
+            found.decodes.append(StartDecode(group.members, tuple(items), (), reason))
+        elif batch:
+            idle = [r for r in group.running if r.between_chunks]
+            newest = max(batch + idle, key=lambda r: r.order)
+            reason = f"preempt {newest.request_id}: no free slot among {group.slots:,}"
+            found.preempt = Preempt(newest, reason)
+
+
+class _Queues:
+    """The waiting requests of each group, read from the common queue only as far as needed."""
+
+    def __init__(self, waiting: Iterable[Request], num_groups: int, found: _Round) -> None:
+        self._rest = iter(waiting)
+        self._num_groups = num_groups
+        self._read: list[list[Request]] = [[] for _ in range(num_groups)]
+        self._found = found
+
+    def of(self, number: int, slots: int) -> Iterator[Request]:
+        """The queue of one group; requests that can never fit `slots` are given up."""
+        at = 0
+        while at < len(self._read[number]) or self._read_more(number):
+            request = self._read[number][at]
+            at += 1
+            if request.committed_tokens <= slots:
+                yield request
+                continue
+            self._found.give_ups.append(
+                GiveUp(
+                    request,
+                    f"{request.request_id} needs {request.committed_tokens:,} KV slots, but its "
+                    f"group has {slots:,}",
+                )
+            )
+
+    def _read_more(self, number: int) -> bool:
+        for request in self._rest:
+            owner = request.order % self._num_groups
+            self._read[owner].append(request)
+            if owner == number:
+                return True
+        return False
+
+
+def _prefill(group: _Group, batch: list[tuple[Request, int]]) -> StartPrefill:
+    """The group computes the batch together and shares its KV as evenly as slots allow."""
+    items: list[Placed] = []
+    for request, num_tokens in batch:
+        keep = _share(num_tokens, group.free)
+        for instance, kept in keep:
+            group.free[instance] -= kept
+        items.append(Placed(request, keep, max(group.free, key=lambda i: (group.free[i], -i))))
+    reason = (
+        f"prefill {sum(n for _, n in batch):,} tokens of {plural(len(batch), 'request')} on "
+        f"{name_instances(group.members)}, the fixed group"
+    )
+    return StartPrefill(group.members, tuple(items), reason)
+
+
+def _share(num_tokens: int, free: dict[int, int]) -> tuple[tuple[int, int], ...]:
+    """Runs that sum to `num_tokens`; the fullest instances first, each at most its fair share."""
+    keep: list[tuple[int, int]] = []
+    left = num_tokens
+    order = sorted(free, key=lambda i: (free[i], i))
+    for number, instance in enumerate(order):
+        fair = -(-left // (len(order) - number))
+        taken = min(fair, free[instance])
+        if taken:
+            keep.append((instance, taken))
+            left -= taken
+    return tuple(keep)

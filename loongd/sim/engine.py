@@ -1,0 +1,264 @@
+"""Drives the real `Scheduler` in virtual time: events from a trace, step times from a cost model.
+
+Modelled: each step takes what the cost model says (optionally with noise); a group's members are
+busy for that time; KV slots as the scheduler counts them; a client sees a token the moment its step
+ends. A request stops by a stop token after its traced output, so the scheduler knows `max_tokens`
+and a reservation, never the output length (except in oracle mode).
+Not modelled: tokenising, HTTP, the scheduler's own time (`overhead_s` adds a constant to every
+step), sampling, interference between groups that run at the same time, failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from random import Random
+from typing import Protocol
+
+from loongd.sched.events import (
+    Action,
+    Arrived,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    InstanceJoined,
+    Migrate,
+    RunDecode,
+    RunPrefill,
+    StepDone,
+    Tick,
+)
+from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
+from loongd.sched.scheduler import Scheduler
+from loongd.sim.outcome import Outcome, Run, StepRecord
+from loongd.sim.trace import TracedRequest
+
+# Token ids that the simulated sampler draws.
+STOP, WORD = 2, 5
+STOPS = frozenset({STOP})
+# A policy may wait for time to pass, but not for ever.
+MAX_IDLE_TICKS = 1000
+
+
+class Costs(Protocol):
+    """What the executor asks of a cost model; `loongd.sched.sib.Sib` is one."""
+
+    def prefill_s(self, dop: int, items: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a prefill step of `dop` instances; items are (cached, new) tokens."""
+
+    def decode_s(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
+        """Seconds of a decode step of `batch` requests with `kv_tokens` of KV together."""
+
+    def migrate_s(self, tokens: int) -> float:
+        """Seconds to move the KV of `tokens` tokens between two instances."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a trace is run.
+
+    Args:
+        max_tokens: what each client asks for at most (more if its output is longer).
+        reserve_tokens: growth that admission counts on, at most `max_tokens`.
+        oracle: tell the scheduler each true output length instead, as LoongServe's own benchmarks
+            do.
+        noise: standard deviation of the natural logarithm of a factor on each step time.
+        seed: of the noise.
+        overhead_s: added to every step.
+        tick_s: virtual time between `Tick` events; 0 sends none.
+        check: check all invariants of the scheduler after each event (slow).
+        record_steps: keep a record of each step (memory).
+    """
+
+    max_tokens: int = 1024
+    reserve_tokens: int = 1024
+    oracle: bool = False
+    noise: float = 0.0
+    seed: int = 0
+    overhead_s: float = 0.0
+    tick_s: float = 0.0
+    check: bool = False
+    record_steps: bool = False
+
+
+class StalledError(Exception):
+    """Requests are left, but nothing runs and nothing is to come."""
+
+
+class Simulation:
+    """One run of one trace on a fresh scheduler."""
+
+    def __init__(self, scheduler: Scheduler, costs: Costs, options: Options) -> None:
+        self._scheduler = scheduler
+        self._costs = costs
+        self._options = options
+        self._random = Random(options.seed)
+        self._now = 0.0
+        self._running: list[tuple[float, int, StepDone]] = []
+        self._outcomes: dict[str, Outcome] = {}
+        self._busy_s = {"prefill": 0.0, "decode": 0.0, "migrate": 0.0}
+        self._steps: list[StepRecord] = []
+        self._num_events = 0
+        self._num_open = 0
+        self._last_end_s = 0.0
+
+    def run(self, trace: Sequence[TracedRequest], slots: Sequence[int]) -> Run:
+        """Run `trace` to its end on instances with these KV slots.
+
+        Raises StalledError when the scheduler leaves requests waiting with all instances idle.
+        """
+        for instance, num_slots in enumerate(slots):
+            self._handle(InstanceJoined(0.0, instance, num_slots))
+        self._num_open = len(trace)
+        self._loop(trace)
+        return Run(
+            outcomes=list(self._outcomes.values()),
+            num_instances=len(slots),
+            end_s=self._now,
+            num_events=self._num_events,
+            busy_s=self._busy_s,
+            steps=self._steps,
+            totals=self._scheduler.snapshot().totals,
+        )
+
+    def _loop(self, trace: Sequence[TracedRequest]) -> None:
+        """Events in order of time; of simultaneous ones, ends of steps come first."""
+        num_arrived = num_idle_ticks = 0
+        tick_s = self._options.tick_s or inf
+        next_tick_s = tick_s
+        while self._num_open:
+            arrival_s = trace[num_arrived].arrival_s if num_arrived < len(trace) else inf
+            step_s = self._running[0][0] if self._running else inf
+            at_s = min(arrival_s, step_s, next_tick_s)
+            num_idle_ticks = num_idle_ticks + 1 if arrival_s == step_s == inf else 0
+            if at_s == inf or num_idle_ticks > MAX_IDLE_TICKS:
+                message = f"{self._num_open:,} requests wait at {self._now:.3f} s, and nothing runs"
+                raise StalledError(message)
+            self._now = at_s
+            if at_s == step_s:
+                self._handle(heappop(self._running)[2])
+            elif at_s == arrival_s:
+                self._arrive(trace[num_arrived], num_arrived)
+                num_arrived += 1
+            else:
+                next_tick_s += tick_s
+                self._handle(Tick(at_s))
+
+    def _arrive(self, traced: TracedRequest, number: int) -> None:
+        options = self._options
+        request_id = f"r{number}"
+        self._outcomes[request_id] = Outcome(
+            request_id, self._now, traced.input_tokens, traced.output_tokens
+        )
+        max_tokens = max(options.max_tokens, traced.output_tokens)
+        reserve_tokens = min(options.reserve_tokens, max_tokens)
+        if options.oracle:
+            max_tokens = reserve_tokens = traced.output_tokens
+        self._handle(
+            Arrived(self._now, request_id, traced.input_tokens, max_tokens, reserve_tokens, STOPS)
+        )
+
+    def _handle(self, event: Event) -> None:
+        self._num_events += 1
+        for action in self._scheduler.handle(event):
+            self._act(action)
+        if self._options.check:
+            self._scheduler.check()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Emit(request_id=request_id):
+                self._emit(self._outcomes[request_id])
+            case RunDecode(plan=plan):
+                self._decode(plan, action.reason)
+            case RunPrefill(plan=plan):
+                self._prefill(plan, action.reason)
+            case Migrate(plan=plan):
+                self._migrate(plan, action.reason)
+            case Finish(request_id=request_id):
+                self._end(request_id, None)
+            case Fail(request_id=request_id, message=message):
+                self._end(request_id, message)
+            case _:
+                pass
+
+    # -- tokens
+
+    def _emit(self, outcome: Outcome) -> None:
+        now = self._now
+        outcome.num_tokens += 1
+        if outcome.last_token_s is None:
+            outcome.first_token_s = now
+        else:
+            outcome.longest_gap_s = max(outcome.longest_gap_s, now - outcome.last_token_s)
+        outcome.last_token_s = now
+
+    def _end(self, request_id: str, failure: str | None) -> None:
+        outcome = self._outcomes[request_id]
+        outcome.end_s, outcome.failure = self._now, failure
+        self._num_open -= 1
+
+    def _draw(self, request_id: str) -> int:
+        outcome = self._outcomes[request_id]
+        return STOP if outcome.num_tokens + 1 >= outcome.output_tokens else WORD
+
+    # -- steps
+
+    def _decode(self, plan: DecodePlan, reason: str) -> None:
+        items = plan.items
+        duration_s = self._costs.decode_s(
+            dop=len(plan.members),
+            num_masters=len({item.master for item in items}),
+            batch=len(items),
+            kv_tokens=sum(item.position for item in items) + len(items),
+        )
+        tokens = tuple((item.request_id, self._draw(item.request_id)) for item in items)
+        self._start(plan, "decode", duration_s, tokens)
+        if self._options.record_steps:
+            self._record(plan, "decode", [(i.request_id, 1) for i in items], reason)
+
+    def _prefill(self, plan: PrefillPlan, reason: str) -> None:
+        items = plan.items
+        duration_s = self._costs.prefill_s(
+            len(plan.members), [(item.start, item.num_tokens) for item in items]
+        )
+        tokens = tuple((i.request_id, self._draw(i.request_id)) for i in items if i.samples)
+        self._start(plan, "prefill", duration_s, tokens)
+        if self._options.record_steps:
+            self._record(plan, "prefill", [(i.request_id, i.num_tokens) for i in items], reason)
+
+    def _migrate(self, plan: MigratePlan, reason: str) -> None:
+        self._start(plan, "migrate", self._costs.migrate_s(plan.num_tokens), ())
+        if self._options.record_steps:
+            self._record(plan, "migrate", [("", plan.num_tokens)], reason)
+
+    def _start(
+        self,
+        plan: PrefillPlan | DecodePlan | MigratePlan,
+        kind: str,
+        duration_s: float,
+        tokens: tuple[tuple[str, int], ...],
+    ) -> None:
+        options = self._options
+        if options.noise:
+            duration_s *= self._random.lognormvariate(0.0, options.noise)
+        duration_s += options.overhead_s
+        end_s = self._now + duration_s
+        self._busy_s[kind] += duration_s * len(plan.members)
+        done = StepDone(end_s, plan.step_id, duration_s, tokens)
+        heappush(self._running, (end_s, plan.step_id, done))
+        self._last_end_s = end_s
+
+    def _record(
+        self,
+        plan: PrefillPlan | DecodePlan | MigratePlan,
+        kind: str,
+        items: list[tuple[str, int]],
+        reason: str,
+    ) -> None:
+        self._steps.append(
+            StepRecord(kind, self._now, self._last_end_s, plan.members, tuple(items), reason)
+        )
