@@ -18,6 +18,7 @@ from loongd import node
 from loongd.config import Config
 from loongd.errors import ConfigError, ModelError
 from loongd.model.cache import converted_dir, is_converted
+from loongd.model.shard import Shard
 from loongd.model.spec import ModelSpec
 from loongd.text.tokenizer import Tokenizer
 
@@ -49,6 +50,7 @@ async def open_checkpoint(config: Config, on_stage: OnStage) -> Checkpoint:
         raise ModelError(f"--model {config.model}: no such directory, and not a .gguf file")
     spec = ModelSpec.from_dir(directory)
     _check_length(config, spec)
+    Shard(size=config.tensor_parallel_size).spec(spec)
     tokenizer = None
     if config.load_format != "dummy" or (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.from_dir(directory, config.chat_template)

@@ -62,10 +62,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = "auto"
     instances: Annotated[
         Count | None,
-        Meta(description="Elastic instances; default: one per GPU, or one on the CPU."),
+        Meta(description="Elastic instances; default: as many as GPUs allow, or one on the CPU."),
     ] = None
     tensor_parallel_size: Annotated[
-        Count, Meta(description="Workers per instance; only 1 is supported.")
+        Count,
+        Meta(description="Workers per instance, on one GPU each; must divide the KV heads."),
     ] = 1
     kv_pool_tokens: Annotated[
         Count | None,
@@ -74,7 +75,22 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of GPU memory for weights, KV and work.")
     ] = 0.9
-    policy: Annotated[Literal["fcfs"], Meta(description="Scheduling policy.")] = "fcfs"
+    profile: Annotated[
+        str | None,
+        Meta(description="File of loongctl profile to predict from; default: one that matches."),
+    ] = None
+    policy: Annotated[
+        Literal["loongserve", "fcfs"],
+        Meta(description="Scheduling policy; fcfs is simpler and does not chunk long prompts."),
+    ] = "loongserve"
+    max_prefill_wait: Annotated[
+        Seconds,
+        Meta(description="Seconds that a chunk of a long prompt may take, so that others get in."),
+    ] = 0.3
+    max_passes: Annotated[
+        Count,
+        Meta(description="Requests that may pass the head of the queue while it lacks KV slots."),
+    ] = 1000
     max_num_seqs: Annotated[
         Count, Meta(description="Most requests that prefill or decode at the same time.")
     ] = 256
@@ -124,6 +140,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     startup_timeout: Annotated[
         Seconds, Meta(description="Seconds without progress after which a start fails.")
     ] = 300.0
+    worker_timeout: Annotated[
+        Seconds,
+        Meta(description="Seconds without a sign of life that make a worker count as dead."),
+    ] = 15.0
+    step_timeout: Annotated[
+        Seconds, Meta(description="Seconds in a step without finishing a layer before a restart.")
+    ] = 600.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line.")
     ] = "info"
@@ -290,11 +313,6 @@ def merge(
 
 def check(config: Config) -> None:
     """Raise ConfigError where two options contradict, or a value is legal but unsupported."""
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but only 1 is supported: "
-            "use instances to spread a model's requests over several GPUs"
-        )
     if not config.host:
         raise ConfigError("host is empty: name an address (0.0.0.0 for all of IPv4)")
     if not all(key.strip() for key in config.api_key):

@@ -15,14 +15,16 @@ import socket
 import sys
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loongd import __version__, ctl_render
+from loongd import __version__, ctl_render, ctl_speed
 
 _TIMEOUT_S = 10.0
+_MEASURING_TIMEOUT_S = 120.0
+"""Longest silence while the daemon measures: one step of the longest prompt."""
 _POLL_S = 0.5
 
 
@@ -99,15 +101,35 @@ def call(path: str, method: str, url: str) -> tuple[int, dict[str, Any]]:
         connection.close()
 
 
+def stream(path: str, method: str, url: str, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The lines of a long answer as they come. Raises CtlError 1 for an error, 3 for silence."""
+    connection = UnixConnection(path, _MEASURING_TIMEOUT_S)
+    try:
+        connection.request(method, url, json.dumps(body).encode())
+        response = connection.getresponse()
+        if response.status >= 400:
+            raise CtlError(_message(json.loads(response.read())) or f"HTTP {response.status}", 1)
+        yield from response
+    except OSError as error:
+        raise CtlError(f"no loongd answers on {path}: {_reason(error)}", 3) from error
+    except (HTTPException, ValueError) as error:
+        raise CtlError(f"the answer of loongd on {path} broke off: {error!r}", 3) from error
+    finally:
+        connection.close()
+
+
 def ask(args: argparse.Namespace, method: str, url: str) -> dict[str, Any]:
     """The JSON of a good answer. Raises CtlError 1 with the daemon's words when it is an error."""
     path = find_socket(args, os.environ, os.getuid())
     status, body = call(path, method, url)
     if status >= 400:
-        error = body.get("error")
-        message = error.get("message") if isinstance(error, dict) else None
-        raise CtlError(message or f"{method} {url}: HTTP {status}", 1)
+        raise CtlError(_message(body) or f"{method} {url}: HTTP {status}", 1)
     return body
+
+
+def _message(body: Mapping[str, Any]) -> str | None:
+    error = body.get("error")
+    return error.get("message") if isinstance(error, dict) else None
 
 
 def _reason(error: Exception) -> str:
@@ -158,6 +180,34 @@ def run_story(args: argparse.Namespace) -> int:
     tale = ask(args, "GET", "/admin/story/" + urllib.parse.quote(args.request, safe=""))
     print(json.dumps(tale) if args.json else ctl_render.story(tale))
     return 0
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    path = find_socket(args, os.environ, os.getuid())
+    wanted = {"quick": args.quick, "check": args.check, "save": args.out is None}
+    try:
+        last = ctl_speed.follow(stream(path, "POST", "/admin/profile", wanted), sys.stderr)
+    except ValueError as error:
+        raise CtlError(str(error), 1) from error
+    if "error" in last:
+        raise CtlError(last["error"], 1)
+    if args.out is not None:
+        try:
+            ctl_speed.write_profile(last["profile"], args.out)
+        except OSError as error:
+            raise CtlError(f"{args.out}: cannot be written: {_reason(error)}", 1) from error
+        last["path"] = args.out
+    found = last["check"] if args.check else last
+    show = ctl_speed.check if args.check else ctl_speed.profile
+    print(json.dumps(found) if args.json else show(found))
+    return 0 if not args.check or ctl_speed.is_good(found) else 1
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    query = urllib.parse.urlencode({"tokens": args.tokens, "max_tokens": args.max_tokens})
+    answer = ask(args, "GET", f"/admin/plan?{query}")
+    print(json.dumps(answer) if args.json else ctl_speed.plan(answer))
+    return 0 if answer["dop"] else 1
 
 
 def run_config_check(args: argparse.Namespace) -> int:
@@ -236,6 +286,20 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
     one.set_defaults(run=run_story)
 
+    one = commands.add_parser("profile", help="measure how fast the workers are, and keep it")
+    one.add_argument("--quick", action="store_true", help="about a minute for each two instances")
+    what = one.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare predictions with new steps")
+    what.add_argument("--out", metavar="FILE", help="default: the daemon's state directory")
+    one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
+    one.set_defaults(run=run_profile)
+
+    one = commands.add_parser("plan", help="what would happen to a prompt now")
+    one.add_argument("tokens", type=_count, metavar="TOKENS", help="length of the prompt")
+    one.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="of the answer")
+    one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
+    one.set_defaults(run=run_plan)
+
     checks = commands.add_parser("config", help="check a configuration file")
     one = checks.add_subparsers(metavar="COMMAND", required=True).add_parser(
         "check", help="say whether file and environment make a configuration"
@@ -256,6 +320,12 @@ def _positive(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, above 0")
     return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -29,16 +29,21 @@ from loongd.errors import ConfigError, WorkerError
 from loongd.manager import GlobalManager
 from loongd.metrics import Metrics
 from loongd.pool import WorkerPool
+from loongd.profiling.facts import model_facts
+from loongd.profiling.profiler import Profiler
+from loongd.profiling.speed import Speed
 from loongd.rest.app import RestContext, make_admin_app, make_app
-from loongd.sched.policies.fcfs import FirstComeFirstServed
+from loongd.sched.policies import make_policy
 from loongd.sched.policy import Limits
 from loongd.sched.scheduler import Scheduler
+from loongd.vigil import Vigil
 from loongd.wire import Start
 
 _log = logging.getLogger(__name__)
 _AUDIT_INTERVAL_S = 5.0
 _DRAIN_POLL_S = 0.05
 _START_EXTENSION_S = 120.0
+_PROGRESS_INTERVAL_S = 1.0
 
 
 class Daemon:
@@ -51,19 +56,29 @@ class Daemon:
         self._num_instances = node.num_instances(config, self._device)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._progress_said: dict[int | None, tuple[str, int]] = {}
+        self._progress_said: dict[int | None, float] = {}
 
     async def run(self) -> int:
         """Serve until told to stop; the exit code. Raises LoongError when it cannot start."""
         self._listen_for_signals()
+        lock = node.claim(self._runtime_dir)
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(os.close, lock)
             model = await open_checkpoint(self._config, partial(self._on_progress, None))
-            manager, context = self._build(model)
+            speed = Speed(
+                self._config,
+                model_facts(model.name, model.spec, model.dtype),
+                device=self._device,
+                num_instances=self._num_instances,
+                dtype=model.dtype,
+            )
+            manager, context = self._build(model, speed)
             stack.push_async_callback(manager.stop)
             await self._serve(stack, context, manager)
             starts = self._starts(model, manager)
             if not await self._unless_stopped(manager.start(starts, self._on_progress)):
                 return 0
+            speed.use_best(manager.device_name)
             self._say_ready(manager)
             engine = asyncio.create_task(manager.run(starts, self._on_progress), name="manager")
             chores = asyncio.create_task(self._chores(manager), name="chores")
@@ -90,20 +105,23 @@ class Daemon:
             _log.info("%s: draining", name)
         self._stop.set()
 
-    def _build(self, model: Checkpoint) -> tuple[GlobalManager, RestContext]:
+    def _build(self, model: Checkpoint, speed: Speed) -> tuple[GlobalManager, RestContext]:
         config = self._config
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefill_tokens_per_instance=config.prefill_tokens_per_instance,
             max_num_queued_reqs=config.max_num_queued_reqs,
+            max_prefill_wait_s=config.max_prefill_wait,
+            max_passes=config.max_passes,
         )
         metrics = Metrics(model.name)
         manager = GlobalManager(
-            Scheduler(FirstComeFirstServed(), limits),
+            Scheduler(make_policy(config.policy, speed.sib), limits, sib=speed.sib),
             WorkerPool(
                 runtime_dir=self._runtime_dir,
                 startup_timeout_s=config.startup_timeout,
+                vigil=Vigil(silence_s=config.worker_timeout, stall_s=config.step_timeout),
                 log_level=config.log_level,
             ),
             metrics,
@@ -119,6 +137,7 @@ class Daemon:
             metrics=metrics,
             started_at=int(time.time()),
             default_sampling=model.default_sampling,
+            profiler=Profiler(manager, speed.sib, lambda: speed.subject(manager.max_model_len)),
         )
         return manager, context
 
@@ -132,6 +151,7 @@ class Daemon:
             "dtype": model.dtype,
             "policy": self._config.policy,
             "num_instances": self._num_instances,
+            "tensor_parallel_size": self._config.tensor_parallel_size,
         }
 
     async def _serve(
@@ -161,13 +181,14 @@ class Daemon:
     def _starts(self, model: Checkpoint, manager: GlobalManager) -> Any:
         config = self._config
         max_len = config.max_model_len or model.spec.max_context_tokens
-        cores = node.share_cores(sorted(os.sched_getaffinity(0)), self._num_instances)
+        num_workers = self._num_instances * config.tensor_parallel_size
+        cores = node.share_cores(sorted(os.sched_getaffinity(0)), num_workers)
 
         def starts(epoch: int) -> list[Start]:
             return [
                 Start(
                     rank=rank,
-                    world_size=self._num_instances,
+                    world_size=num_workers,
                     epoch=epoch,
                     rendezvous=str(self._runtime_dir / f"rendezvous-{epoch}"),
                     model_dir=str(model.directory),
@@ -179,22 +200,25 @@ class Daemon:
                     gpu_memory_utilization=config.gpu_memory_utilization,
                     max_step_tokens=max(config.max_num_batched_tokens, max_len),
                     seed=config.seed,
+                    tensor_parallel_size=config.tensor_parallel_size,
                 )
-                for rank in range(self._num_instances)
+                for rank in range(num_workers)
             ]
 
         return starts
 
     def _on_progress(self, instance: int | None, stage: str, fraction: float) -> None:
-        """Say each stage once, and long ones at each tenth."""
-        tenth = int(fraction * 10)
-        if self._progress_said.get(instance) == (stage, tenth):
+        """Say when an instance starts, is ready, and in between about once a second."""
+        now = time.monotonic()
+        last_s = self._progress_said.get(instance, now - _PROGRESS_INTERVAL_S)
+        if stage not in ("started", "ready") and now - last_s < _PROGRESS_INTERVAL_S:
             return
-        self._progress_said[instance] = (stage, tenth)
+        self._progress_said[instance] = now
         who = "model" if instance is None else f"instance {instance}"
-        _log.info("%s: %s %d%%", who, stage, round(fraction * 100))
+        share = f" {fraction:.0%}" if 0 < fraction < 1 else ""
+        _log.info("%s: %s%s", who, stage, share)
         systemd.extend_start(os.environ, _START_EXTENSION_S)
-        systemd.notify(os.environ, f"STATUS={who}: {stage} {round(fraction * 100)}%")
+        systemd.notify(os.environ, f"STATUS={who}: {stage}{share}")
 
     def _say_ready(self, manager: GlobalManager) -> None:
         status = manager.status()

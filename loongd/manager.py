@@ -15,11 +15,13 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from loongd import wire
 from loongd.errors import RequestError, WorkerError
+from loongd.exclusive import Exclusive
 from loongd.metrics import Metrics
 from loongd.pool import OnProgress, PoolEvent, WorkerLost, WorkerPool
 from loongd.sched.events import (
@@ -34,14 +36,15 @@ from loongd.sched.events import (
     FreeSegments,
     InstanceJoined,
     InstanceLost,
+    Migrate,
     RunDecode,
     RunPrefill,
     StepDone,
     StepFailed,
 )
-from loongd.sched.plan import PrefillPlan
+from loongd.sched.plan import MigratePlan, PrefillPlan
 from loongd.sched.scheduler import Scheduler
-from loongd.status import engine_status, story_json
+from loongd.status import engine_status, plan_json, story_json
 from loongd.steps import LiveRequest, StepReports, step_message
 from loongd.submission import Submission, Timings, Token, TokenStream
 
@@ -71,6 +74,7 @@ class GlobalManager:
         self._scheduler = scheduler
         self._pool = pool
         self._metrics = metrics
+        metrics.on_render(self._show_state)
         self._model_limit_tokens = model_limit_tokens
         self.node = node
         self._began_s = time.monotonic()
@@ -83,6 +87,7 @@ class GlobalManager:
         self._num_rejected = 0
         self._steps_sent = 0
         self._audited_at: int | None = None
+        self._exclusive: Exclusive | None = None
         self._failed = False
         self._stopping = False
 
@@ -121,6 +126,8 @@ class GlobalManager:
         now = time.monotonic()
         # Members of a broken exchange may wait for ever, so all workers go.
         await self._pool.kill()
+        if self._exclusive is not None:
+            self._exclusive.put(lost)
         self._steps.clear()
         for instance in sorted(self._instances):
             self._apply(InstanceLost(now, instance, lost.message))
@@ -147,7 +154,8 @@ class GlobalManager:
     @property
     def ready(self) -> bool:
         """All instances are up and new requests are admitted."""
-        return bool(self._instances) and not (self._failed or self.draining or self._stopping)
+        busy = self._failed or self.draining or self._stopping or self._exclusive is not None
+        return bool(self._instances) and not busy
 
     @property
     def alive(self) -> bool:
@@ -157,7 +165,12 @@ class GlobalManager:
     @property
     def draining(self) -> bool:
         """New requests are refused."""
-        return self._scheduler.snapshot().draining
+        return self._scheduler.draining
+
+    @property
+    def device_name(self) -> str:
+        """What the workers run on, once they are up."""
+        return next((ready.device_name for ready in self._instances.values()), "")
 
     @property
     def max_model_len(self) -> int:
@@ -171,8 +184,19 @@ class GlobalManager:
             raise RequestError(
                 "the engine is not ready", status=503, code="not_ready", retry_after_s=5
             )
+        if self._exclusive is not None:
+            raise RequestError(
+                "the server is measuring its speed (loongctl profile)",
+                status=503,
+                code="profiling",
+                retry_after_s=30,
+            )
         now = time.monotonic()
-        stream = TokenStream(submission.request_id, Timings(now), self._cancel)
+        timings = Timings(now)
+        predicted = self._scheduler.predict(len(submission.prompt), submission.max_tokens, now)
+        if predicted is not None and predicted.dop:
+            timings.predicted_ttft_s = predicted.queue_s + predicted.prefill_s
+        stream = TokenStream(submission.request_id, timings, self._cancel)
         live = LiveRequest(submission, stream)
         self._live[submission.request_id] = live
         self._apply(
@@ -195,6 +219,30 @@ class GlobalManager:
         self._metrics.request_started(len(submission.prompt), submission.max_tokens)
         return stream
 
+    @contextmanager
+    def exclusive(self) -> Iterator[Exclusive]:
+        """The workers for one caller alone; requests are refused meanwhile.
+
+        Raises RequestError (409) while any request is here or another caller has the workers.
+        """
+        what = ""
+        if self._exclusive is not None:
+            what = "a profile is being measured"
+        elif not self._instances:
+            what = "the workers are not up"
+        elif self._live or self._steps:
+            what = f"{len(self._live)} requests and {len(self._steps)} steps are not done"
+        if what:
+            message = f"the workers cannot be measured now: {what} (loongctl drain --wait helps)"
+            raise RequestError(message, status=409, code="busy")
+        self._exclusive = Exclusive(self._pool.send, self._instances.values(), self._epoch)
+        try:
+            yield self._exclusive
+        finally:
+            self._exclusive = None
+            # The next audit frees what a caller that was cut short has left behind.
+            self._audited_at = None
+
     def drain(self) -> None:
         """Refuse new requests from now on; accepted ones go on."""
         self._apply(Drain(time.monotonic(), on=True))
@@ -215,6 +263,9 @@ class GlobalManager:
     # ---- events and actions --------------------------------------------------------------------
 
     def _on_report(self, report: PoolEvent) -> None:
+        if self._exclusive is not None:
+            self._exclusive.put(report)
+            return
         now = time.monotonic()
         match report:
             case wire.StepDone():
@@ -231,21 +282,23 @@ class GlobalManager:
         plan = reports.plan
         del self._steps[plan.step_id]
         self._drawn = reports.sampled
-        phase: Literal["prefill", "decode"] = (
-            "prefill" if isinstance(plan, PrefillPlan) else "decode"
-        )
-        self._metrics.step(phase, plan.dop, reports.num_new_tokens, reports.elapsed_s)
+        if isinstance(plan, MigratePlan):
+            self._metrics.migrated(plan.num_tokens, reports.elapsed_s)
+        else:
+            phase: Literal["prefill", "decode"] = (
+                "prefill" if isinstance(plan, PrefillPlan) else "decode"
+            )
+            self._metrics.step(phase, plan.dop, reports.num_new_tokens, reports.elapsed_s)
         self._apply(StepDone(now, plan.step_id, reports.elapsed_s, reports.tokens))
         self._drawn = {}
 
     def _apply(self, event: Event) -> None:
         for action in self._scheduler.handle(event):
             self._perform(action, event.now)
-        self._show_state()
 
     def _perform(self, action: Action, now: float) -> None:
         match action:
-            case RunPrefill() | RunDecode():
+            case RunPrefill() | RunDecode() | Migrate():
                 self._run(action, now)
             case Emit():
                 self._emit(action, now)
@@ -259,16 +312,17 @@ class GlobalManager:
                     if instance in self._instances:
                         self._pool.send(instance, message)
 
-    def _run(self, action: RunPrefill | RunDecode, now: float) -> None:
+    def _run(self, action: RunPrefill | RunDecode | Migrate, now: float) -> None:
         _log.debug("%s", action.reason)
         plan = action.plan
-        message = step_message(plan, self._epoch, self._live)
+        verify = _log.isEnabledFor(logging.DEBUG)
+        message = step_message(plan, self._epoch, self._live, verify=verify)
         self._steps[plan.step_id] = StepReports.of(plan)
         self._steps_sent += 1
         for instance in plan.members:
             self._pool.send(instance, message)
         if isinstance(action, RunPrefill):
-            for item in plan.items:
+            for item in action.plan.items:
                 timings = self._live[item.request_id].stream.timings
                 if timings.prefill_started_s is None:
                     timings.prefill_started_s = now
@@ -350,6 +404,9 @@ class GlobalManager:
             "state": self._state(),
             "uptime_s": round(time.monotonic() - self._began_s, 3),
             "max_model_len": self.max_model_len,
+            "attention_backend": next(
+                (ready.attention_backend for ready in self._instances.values()), "starting"
+            ),
         }
         return {"node": node, **engine}
 
@@ -358,16 +415,23 @@ class GlobalManager:
             return "failed"
         if self.draining or self._stopping:
             return "draining"
+        if self._exclusive is not None:
+            return "profiling"
         return "ready" if self._instances else "starting"
 
     def story(self, request_id: str) -> dict[str, Any] | None:
         """A JSON-able account of one request's life; None when unknown."""
-        entries = self._scheduler.story(request_id)
-        return None if entries is None else story_json(request_id, entries)
+        story = self._scheduler.story(request_id)
+        return None if story is None else story_json(request_id, story)
+
+    def plan(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any] | None:
+        """A JSON-able account of what would become of a prompt now; None without a SIB."""
+        found = self._scheduler.predict(prompt_tokens, max_tokens, time.monotonic())
+        return None if found is None else plan_json(found, prompt_tokens, max_tokens)
 
     def audit(self) -> None:
         """When nothing runs and something has run since the last audit, ask workers for theirs."""
-        if self._live or self._steps or self._audited_at == self._steps_sent:
+        if self._live or self._steps or self._exclusive or self._audited_at == self._steps_sent:
             return
         self._audited_at = self._steps_sent
         for instance in self._instances:

@@ -9,6 +9,7 @@ must not stop the work.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -43,6 +44,7 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
+        self._refresh: Callable[[], None] | None = None
         self._labels = {"model_name": model_name, "engine": "0"}
         self._add_requests()
         self._add_latencies()
@@ -145,6 +147,12 @@ class Metrics:
         self._scale_events = self._counter(
             "esp_scale_events", "Groups that grew or shrank.", "direction"
         )
+        self._migrated_tokens = self._counter(
+            "kv_migrated_tokens", "Tokens whose KV moved between instances."
+        )
+        self._migration_time = self._histogram(
+            "kv_migration_seconds", "Wall time of a migration.", TOKEN_LATENCY_BUCKETS_S
+        )
         self._instances = self._gauge("esp_instances", "Elastic instances.", "state")
 
     # -- a request's life
@@ -223,6 +231,11 @@ class Metrics:
         _observe(self._step_time.labels(**self._labels, phase=phase), elapsed_s)
         self._step_tokens.observe(num_tokens)
 
+    def migrated(self, num_tokens: int, elapsed_s: float) -> None:
+        """KV of so many tokens has moved from one instance to another."""
+        self._migrated_tokens.inc(num_tokens)
+        _observe(self._migration_time, elapsed_s)
+
     def set_pool(self, total: int, used: int, free: int, reserved: int) -> None:
         """Slots of the whole pool: used and free sum to total; reserved is promised growth."""
         for state, slots in (
@@ -249,8 +262,14 @@ class Metrics:
         """Daemon and worker compared their slots."""
         self._audits.labels(**self._labels, result="ok" if ok else "mismatch").inc()
 
+    def on_render(self, refresh: Callable[[], None]) -> None:
+        """Call `refresh` before each rendering, to set the gauges of pool and queue."""
+        self._refresh = refresh
+
     def render(self) -> tuple[bytes, str]:
         """All metrics in Prometheus text format, and its content type."""
+        if self._refresh is not None:
+            self._refresh()
         return generate_latest(self._registry), CONTENT_TYPE
 
 

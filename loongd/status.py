@@ -9,22 +9,26 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loongd.sched.predict import Prediction
 from loongd.sched.snapshot import GroupStatus, InstanceStatus, Snapshot
-from loongd.sched.story import StoryEntry
+from loongd.sched.story import Story
 from loongd.wire import Ready
 
 
 def engine_status(
     snapshot: Snapshot,
     ready: Mapping[int, Ready],
-    pids: Mapping[int, int],
+    pids: Mapping[int, Sequence[int]],
     waiting_tokens: int,
 ) -> dict[str, Any]:
     """Instances, groups, pool, queue and totals of a snapshot."""
     pool, totals = snapshot.pool, snapshot.totals
     finished = dict(totals.num_finished)
     return {
-        "instances": [_instance(i, ready.get(i.instance), pids) for i in snapshot.instances],
+        "instances": [
+            _instance(i, ready.get(i.instance), pids.get(i.instance, ()))
+            for i in snapshot.instances
+        ],
         "groups": [_group(group) for group in snapshot.groups],
         "pool": {
             "total": pool.total,
@@ -55,13 +59,12 @@ def engine_status(
     }
 
 
-def _instance(
-    status: InstanceStatus, ready: Ready | None, pids: Mapping[int, int]
-) -> dict[str, Any]:
+def _instance(status: InstanceStatus, ready: Ready | None, pids: Sequence[int]) -> dict[str, Any]:
     return {
         "id": status.instance,
         "state": "ready" if status.alive else "lost",
-        "pid": pids.get(status.instance),
+        "pid": pids[0] if pids else None,
+        "pids": list(pids),
         "device": None if ready is None else ready.device_name,
         "attention_backend": None if ready is None else ready.attention_backend,
         "slots_total": status.total,
@@ -85,13 +88,30 @@ def _group(group: GroupStatus) -> dict[str, Any]:
     }
 
 
-def story_json(request_id: str, entries: Sequence[StoryEntry]) -> dict[str, Any]:
+def plan_json(found: Prediction, prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
+    """What would become of a prompt; times in seconds."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "max_tokens": max_tokens,
+        "dop": found.dop,
+        "members": list(found.members),
+        "queue_s": found.queue_s,
+        "prefill_s": found.prefill_s,
+        "ttft_s": found.queue_s + found.prefill_s,
+        "reason": found.reason,
+    }
+
+
+def story_json(request_id: str, story: Story) -> dict[str, Any]:
     """A request's life; times in seconds since it arrived."""
+    entries = story.entries
     began_s = entries[0].at_s
     last = entries[-1].event
     return {
         "request_id": request_id,
         "state": last if last in ("finished", "cancelled", "failed") else "live",
+        "prompt_tokens": story.prompt_tokens,
+        "generated_tokens": story.generated_tokens,
         "entries": [
             {
                 "at_s": round(entry.at_s - began_s, 4),

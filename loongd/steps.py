@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from loongd.sched.plan import DecodeItem, DecodePlan, PrefillItem, PrefillPlan
+from loongd.sched.plan import DecodeItem, DecodePlan, MigratePlan, PrefillItem, PrefillPlan
 from loongd.submission import Submission, TokenStream
-from loongd.wire import Extend, RunStep, Sampled, Sampling, StepDone, pack_tokens
+from loongd.wire import Extend, RunMigrate, RunStep, Sampled, Sampling, StepDone, pack_tokens
 
 
 @dataclass(slots=True)
@@ -54,10 +54,25 @@ class LiveRequest:
         return pack_tokens(head + self.generated[: count - len(head)])
 
 
+Plan = PrefillPlan | DecodePlan | MigratePlan
+
+
 def step_message(
-    plan: PrefillPlan | DecodePlan, epoch: int, live: Mapping[str, LiveRequest]
-) -> RunStep:
-    """The message that all members of the plan's group receive."""
+    plan: Plan, epoch: int, live: Mapping[str, LiveRequest], *, verify: bool = False
+) -> RunStep | RunMigrate:
+    """The message that all members of the plan's group receive.
+
+    `verify` makes migrations carry checksums.
+    """
+    if isinstance(plan, MigratePlan):
+        return RunMigrate(
+            step_id=plan.step_id,
+            epoch=epoch,
+            source=plan.source,
+            target=plan.target,
+            moves=list(plan.moves),
+            verify=verify,
+        )
     return RunStep(
         step_id=plan.step_id,
         epoch=epoch,
@@ -89,13 +104,13 @@ def _extend(item: PrefillItem | DecodeItem, request: LiveRequest) -> Extend:
 class StepReports:
     """Reports of one step's members; the step is done when none is missing."""
 
-    plan: PrefillPlan | DecodePlan
+    plan: Plan
     missing: set[int]
     elapsed_s: float = 0.0
     sampled: dict[str, Sampled] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: PrefillPlan | DecodePlan) -> StepReports:
+    def of(cls, plan: Plan) -> StepReports:
         return cls(plan, set(plan.members))
 
     def add(self, report: StepDone) -> bool:
@@ -108,6 +123,8 @@ class StepReports:
     @property
     def tokens(self) -> tuple[tuple[str, int], ...]:
         """(request, token) in the plan's order."""
+        if isinstance(self.plan, MigratePlan):
+            return ()
         return tuple(
             (item.request_id, self.sampled[item.request_id].token)
             for item in self.plan.items
@@ -116,6 +133,8 @@ class StepReports:
 
     @property
     def num_new_tokens(self) -> int:
+        if isinstance(self.plan, MigratePlan):
+            return self.plan.num_tokens
         return sum(
             1 if isinstance(item, DecodeItem) else item.num_tokens for item in self.plan.items
         )

@@ -53,13 +53,17 @@ class Token:
 
 @dataclass(slots=True)
 class Timings:
-    """Monotonic seconds of a request's milestones; None until reached."""
+    """Monotonic seconds of a request's milestones; None until reached.
+
+    `predicted_ttft_s` is a duration: what the engine expected on arrival, None when it cannot.
+    """
 
     arrived_s: float
     prefill_started_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    predicted_ttft_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -153,6 +157,9 @@ class Engine(Protocol):
 
     def story(self, request_id: str) -> dict[str, Any] | None:
         """A JSON-able account of one request's life; None when unknown."""
+
+    def plan(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any] | None:
+        """A JSON-able account of what would become of a prompt now; None when it cannot tell."""
 
     def drain(self) -> None:
         """Refuse new requests from now on."""

@@ -6,11 +6,14 @@ status or a story; the engine says it.
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
-from loongd.errors import RequestError
+from loongd.errors import LoongError, RequestError
+from loongd.profiling.profiler import ProfileRequest
 from loongd.rest.context import CONTEXT
 from loongd.rest.errors import json_response
 from loongd.submission import Engine
@@ -33,6 +36,47 @@ async def undrain(request: web.Request) -> web.Response:
     engine = request.app[CONTEXT].engine
     engine.undrain()
     return json_response(_load(engine))
+
+
+async def plan(request: web.Request) -> web.Response:
+    """What would become of a prompt of `tokens` tokens and `max_tokens` more, if it came now.
+
+    Raises RequestError for missing or wrong numbers, or when the engine makes no predictions.
+    """
+    numbers = {}
+    for name, default in (("tokens", ""), ("max_tokens", "128")):
+        text = request.query.get(name, default)
+        if not text.isdecimal() or int(text) < 1:
+            raise RequestError(f"{name} is {text!r}, not a whole number of at least 1", param=name)
+        numbers[name] = int(text)
+    found = request.app[CONTEXT].engine.plan(numbers["tokens"], numbers["max_tokens"])
+    if found is None:
+        raise RequestError("this server makes no predictions", status=404)
+    return json_response(found)
+
+
+async def profile(request: web.Request) -> web.StreamResponse:
+    """Measure the workers (`ProfileRequest`); one JSON object a line as it goes.
+
+    Raises RequestError (409) while requests are here, or msgspec.ValidationError.
+    """
+    profiler = request.app[CONTEXT].profiler
+    if profiler is None:
+        raise RequestError("There are no workers to profile.", status=404)
+    asked = msgspec.json.decode(await request.read() or b"{}", type=ProfileRequest)
+    async with aclosing(profiler.run(asked)) as words:
+        # What cannot begin is an error with its own status, so the first word comes first.
+        word: dict[str, Any] | None = await anext(words)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        try:
+            while word is not None:
+                await response.write(msgspec.json.encode(word) + b"\n")
+                word = await anext(words, None)
+        except LoongError as error:
+            await response.write(msgspec.json.encode({"error": str(error)}) + b"\n")
+    await response.write_eof()
+    return response
 
 
 async def story(request: web.Request) -> web.Response:

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Middleware
 
 from loongd.rest import admin, chat, completions, health, models, tokenize
 from loongd.rest.auth import auth_middleware, load_keys
-from loongd.rest.context import ARRIVED_S, CONTEXT, REQUEST_ID, RestContext
+from loongd.rest.context import ARRIVED_S, CONTEXT, PREDICTED_TTFT_S, REQUEST_ID, RestContext
 from loongd.rest.errors import Handler, errors_middleware
 
 __all__ = ["RestContext", "make_admin_app", "make_app"]
@@ -50,6 +50,8 @@ def make_admin_app(context: RestContext) -> web.Application:
             web.get("/admin/status", admin.status),
             web.post("/admin/drain", admin.drain),
             web.post("/admin/undrain", admin.undrain),
+            web.post("/admin/profile", admin.profile),
+            web.get("/admin/plan", admin.plan),
             web.get("/admin/story/{request_id:.+}", admin.story),
             *_health_routes(),
         ]
@@ -72,7 +74,7 @@ def _make_base(context: RestContext, *middlewares: Middleware) -> web.Applicatio
         client_max_size=context.config.max_body_bytes,
     )
     app[CONTEXT] = context
-    app.on_response_prepare.append(_echo_request_id)
+    app.on_response_prepare.append(_add_own_headers)
     return app
 
 
@@ -84,6 +86,9 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
     return await handler(request)
 
 
-async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+async def _add_own_headers(request: web.Request, response: web.StreamResponse) -> None:
     if REQUEST_ID in request:
         response.headers["x-request-id"] = request[REQUEST_ID]
+    if PREDICTED_TTFT_S in request:
+        predicted_ms = round(request[PREDICTED_TTFT_S] * 1e3)
+        response.headers["x-loongd-predicted-ttft-ms"] = str(predicted_ms)

@@ -15,6 +15,7 @@ from aiohttp import web
 from loongd import __version__
 from loongd.config import Config
 from loongd.metrics import Metrics
+from loongd.profiling.profiler import Profiler
 from loongd.submission import Engine
 from loongd.text.tokenizer import Tokenizer
 
@@ -35,6 +36,7 @@ class RestContext:
         started_at: Unix seconds, the model's `created`.
         default_sampling: of generation_config.json, such as temperature, top_p, top_k, min_p,
             repetition_penalty; used where a request names none.
+        profiler: measures the workers on request; None where there are none.
     """
 
     engine: Engine
@@ -45,11 +47,13 @@ class RestContext:
     metrics: Metrics
     started_at: int
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    profiler: Profiler | None = None
 
 
 CONTEXT = web.AppKey("context", RestContext)
 REQUEST_ID = web.RequestKey("request_id", str)
 ARRIVED_S = web.RequestKey("arrived_s", float)
+PREDICTED_TTFT_S = web.RequestKey("predicted_ttft_s", float)
 
 log = logging.getLogger("loongd.rest")
 

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from loongd.errors import RequestError
-from loongd.rest.context import ARRIVED_S, CONTEXT, RestContext, new_response_id
+from loongd.rest.context import ARRIVED_S, CONTEXT, PREDICTED_TTFT_S, RestContext, new_response_id
 from loongd.rest.errors import json_response
 from loongd.rest.prepare import Call, submit
 from loongd.rest.protocol import GenerationBody, decode
@@ -55,6 +55,9 @@ async def generate(
         context.metrics.request_rejected(error.code or "invalid_request")
         raise
     answers = submit(context, call)
+    predicted = [answer.stream.timings.predicted_ttft_s for answer in answers]
+    if known := [each for each in predicted if each is not None]:
+        request[PREDICTED_TTFT_S] = min(known)  # the call's first token is its first choice's
     async with Race(answers) as race:
         shaped = shape(context, call, answers)
         if body.stream:

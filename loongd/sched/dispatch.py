@@ -1,207 +1,179 @@
-"""Which waiting requests prefill now, on which instances (first come, first served).
+"""Step 1 of LoongServe: which waiting requests may prefill now, and whose decode they interrupt.
 
-Short prompts (DoP 1) take an idle instance each, then share; a long prompt takes as many as its
-length asks for. The head of the queue cannot starve: what it needs is held for it, its slots count
-as admitted, and requests behind it may only use the rest.
+First come, first served, on two conditions. Slots: a request is admitted when what all running
+and admitted requests may still grow to leaves room for it. Order: two kinds may pass.
+- While the first request without room waits, short ones behind it may start if room for it
+  remains once every request older than it has ended. So it waits for those at most, never for
+  who passed; after `max_passes` of them nobody passes any more.
+- A long prompt that has room but no instance is passed by short ones, and by longer-waiting or
+  cheaper long ones (least predicted time x length first), until it has waited `URGENT_WAITS`
+  times the configured bound: then an instance is held for it.
+
+A prompt is short when one instance computes it within the bound and one has room for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
+from loongd.sched.admission import never_fits
+from loongd.sched.chunks import largest_chunk
 from loongd.sched.draft import Draft
-from loongd.sched.placement import place
-from loongd.sched.policy import GiveUp, Hold, Placed, StartPrefill, View
+from loongd.sched.policy import GiveUp, View
 from loongd.sched.request import Request
-from loongd.sched.words import name_instances, plural
+from loongd.sched.sib import Sib
 
-# How far behind the head requests are looked at in one round.
-MAX_DEPTH = 64
-
-
-@dataclass(slots=True)
-class _Batch:
-    members: list[int]
-    num_idle: int
-    is_short: bool
-    items: list[Placed] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.request.num_tokens for item in self.items)
+# How far behind the head requests are looked at in one round, and how many are taken from there.
+MAX_DEPTH = 256
+MAX_SHORTS = 64
+MAX_LONGS = 8
+# The batch leaves the memory-bound regime when its fixed time is less than this share.
+FIXED_SHARE = 0.1
+URGENT_WAITS = 10
+# Before any request has finished: the decode time of so many tokens alone.
+PRIOR_DECODE_TOKENS = 256
 
 
 class Dispatch:
-    """One round: fills `prefills`, `give_ups` and the draft's `hold`."""
+    """One round: fills `shorts` and `longs` (both in order of the queue), and `give_ups`.
 
-    def __init__(self, view: View, draft: Draft) -> None:
+    Attributes:
+        blocked: the first request of the queue that the pool has no room for.
+    """
+
+    def __init__(self, view: View, draft: Draft, sib: Sib) -> None:
+        self.shorts: list[Request] = []
+        self.longs: list[Request] = []
         self.give_ups: list[GiveUp] = []
-        self._limits = view.limits
+        self.blocked: Request | None = None
         self._view = view
         self._draft = draft
-        self._batches: list[_Batch] = []
-        self._available = [i for i in sorted(draft.idle) if draft.is_prefills_turn(i)]
+        self._sib = sib
+        self._bound_s = view.limits.max_prefill_wait_s
+        self._costs = sib.prefill_coefficients(1)
+        largest = largest_chunk(self._costs, cached=0, bound_s=self._bound_s)
+        most_room = max((draft.room(i) for i in draft.free), default=0)
+        self._short_tokens = min(largest, most_room)
 
-    def run(self) -> list[StartPrefill]:
-        """Go through the queue until one cannot start; all prefills that start now."""
-        depth = 0
-        for request in self._view.waiting:
-            if not self._can_ever_fit(request):
+    # ---- admission -----------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Go through the queue as far as anything there may start."""
+        draft, limits = self._draft, self._view.limits
+        committed, num_running = draft.committed, draft.num_running
+        slack = 0
+        head: Request | None = None
+        num_behind = 0
+        for depth, request in enumerate(self._view.waiting):
+            if depth == MAX_DEPTH or num_running >= limits.max_num_seqs:
+                return
+            if not self._can_fit(request):
                 continue
-            if not self._is_admitted(request) or depth == MAX_DEPTH:
-                break
-            is_head = depth == 0
-            depth += 1
-            if not (self._start(request, is_head=is_head) or self._share(request)):
-                if not is_head:
-                    break
-                self._hold(request)
-        return [self._finish(batch) for batch in self._batches]
+            head = head or request
+            if head.num_passed + num_behind >= limits.max_passes and request is not head:
+                return
+            if self.blocked is None and committed + request.committed_tokens > draft.total_slots:
+                self.blocked = request
+                slack = draft.total_slots - request.committed_tokens - self._younger(request)
+            elif self._passes(request, committed, slack) and self._add(request):
+                committed += request.committed_tokens
+                slack -= request.committed_tokens
+                num_running += 1
+                num_behind += request is not head
+            if len(self.shorts) == MAX_SHORTS and self.longs:
+                return
 
-    def _can_ever_fit(self, request: Request) -> bool:
+    def _can_fit(self, request: Request) -> bool:
         """False also for a request that has to wait until a lost instance returns."""
-        known = self._draft.known_slots
-        least = request.num_tokens + 1 if request.num_generated else request.limit_tokens
-        if max(least, request.committed_tokens) > known:
-            self.give_ups.append(
-                GiveUp(
-                    request,
-                    f"{request.request_id} needs {least:,} KV slots ({request.prompt_tokens:,} "
-                    f"prompt, {request.num_generated:,} generated so far, max_tokens "
-                    f"{request.max_tokens:,}), but the pool has only {known:,} now",
-                )
-            )
+        give_up = never_fits(request, self._draft.known_slots)
+        if give_up is not None:
+            self.give_ups.append(give_up)
             return False
         return request.committed_tokens <= self._draft.total_slots
 
-    def _is_admitted(self, request: Request) -> bool:
-        draft = self._draft
-        fits = draft.committed + request.committed_tokens <= draft.total_slots
-        return fits and draft.num_running < self._limits.max_num_seqs
+    def _younger(self, head: Request) -> int:
+        """What running requests that are younger than `head` may grow to."""
+        running = self._view.running.values()
+        return sum(r.committed_tokens for r in running if r.order > head.order)
 
-    def _wanted_dop(self, request: Request) -> int:
-        by_length = -(-request.num_tokens // self._limits.prefill_tokens_per_instance)
-        return min(by_length, len(self._draft.free))
+    def _passes(self, request: Request, committed: int, slack: int) -> bool:
+        if self.blocked is None:
+            return True
+        need = request.committed_tokens
+        fits = committed + need <= self._draft.total_slots and need <= slack
+        return fits and request.num_tokens <= self._short_tokens
 
-    def _soon(self) -> list[int]:
-        """Busy instances that will be free within one decode step."""
-        return [i for i in self._draft.free if self._draft.runs_decode(i)]
+    def _add(self, request: Request) -> bool:
+        short = request.num_tokens <= self._short_tokens
+        kind, most = (self.shorts, MAX_SHORTS) if short else (self.longs, MAX_LONGS)
+        if len(kind) < most:
+            kind.append(request)
+            return True
+        return False
 
-    def _start(self, request: Request, *, is_head: bool) -> bool:
-        """Start a batch of its own, if available instances suffice."""
-        want = self._wanted_dop(request)
-        patience = self._patience(request, want) if is_head else 0
-        if len(self._available) < max(1, min(want, patience)):
-            return False
-        group = self._choose_group(request, want)
-        if group is None:
-            return False
-        batch = _Batch(group, len(self._available), is_short=want == 1)
-        self._batches.append(batch)
-        self._available = [i for i in self._available if i not in group]
-        self._draft.idle -= set(group)
-        self._add(batch, request)
-        return True
+    # ---- order ---------------------------------------------------------------------------------
 
-    def _patience(self, request: Request, want: int) -> int:
-        """How many instances the head waits for, counting those that only finish a decode step."""
-        held = self._held_for(request)
-        return len(held) or min(want, len(self._available) + len(self._soon()))
+    def waited_s(self, request: Request) -> float:
+        """Seconds since it arrived."""
+        return self._view.now - request.arrived_s
 
-    def _held_for(self, request: Request) -> list[int]:
-        hold = self._view.hold
-        if hold is None or hold.request_id != request.request_id:
-            return []
-        return [i for i in hold.instances if i in self._draft.free]
+    def is_urgent(self, request: Request) -> bool:
+        """A waiting long prompt has been passed for long enough."""
+        time_s = self._costs.time_s([(0, request.num_tokens)])
+        return self.waited_s(request) >= URGENT_WAITS * max(self._bound_s, time_s)
 
-    def _choose_group(self, request: Request, want: int) -> list[int] | None:
-        """The `want` with most room, and more while they lack slots; None when all do."""
-        draft = self._draft
-        num_tokens = request.num_tokens
-        ranked = sorted(self._available, key=lambda i: (-draft.room(i), i))
-        if draft.room(ranked[0]) < num_tokens + request.growth_tokens:
-            ranked.sort(key=lambda i: (-draft.free[i], i))
-        return self._take(ranked, want, num_tokens)
+    def rank(self, request: Request) -> tuple[int, float, int]:
+        """Sorts long prompts: urgent ones by age, others by predicted time x length."""
+        if request.kv_tokens == 0 and self.is_urgent(request):
+            return (0, 0.0, request.order)
+        time_s = self._costs.time_s([(request.kv_tokens, request.left_tokens)])
+        return (1, time_s * request.left_tokens, request.order)
 
-    def _take(self, ranked: Iterable[int], size: int, num_tokens: int) -> list[int] | None:
-        chosen: list[int] = []
-        free = 0
-        for instance in ranked:
-            if len(chosen) >= size and free >= num_tokens:
+    # ---- batches of short prompts --------------------------------------------------------------
+
+    @property
+    def tipping_s(self) -> float:
+        """How long a batch may take: then its fixed time is a tenth, and nobody waits longer."""
+        fixed_s = max(self._costs.alpha_s + self._costs.item_s, self._costs.floor_s)
+        return min(fixed_s / FIXED_SHARE, self._bound_s)
+
+    def take(self, requests: Iterable[Request], instances: Sequence[int]) -> list[Request]:
+        """The first requests that the instances compute, one each, up to the tipping point.
+
+        A request without room is left out; the first with room always goes.
+        """
+        costs = self._costs
+        rooms = [max(0, self._draft.room(i)) for i in instances]
+        room, most = sum(rooms), max(rooms)
+        left_s = (self.tipping_s - costs.alpha_s) * len(instances)
+        left_tokens = self._view.limits.max_num_batched_tokens * len(instances)
+        taken: list[Request] = []
+        for request in requests:
+            if request.num_tokens > min(room, most):
+                continue
+            left_s -= costs.time_s([(0, request.num_tokens)]) - costs.alpha_s
+            left_tokens -= request.num_tokens
+            room -= request.num_tokens
+            if taken and (left_s < 0 or left_tokens < 0):
                 break
-            if len(chosen) < size or self._draft.free[instance] > 0:
-                chosen.append(instance)
-                free += self._draft.free[instance]
-        return chosen if free >= num_tokens else None
+            taken.append(request)
+        return taken
 
-    def _share(self, request: Request) -> bool:
-        """Join the lightest batch of short prompts with room, if this one is short too."""
-        if self._wanted_dop(request) > 1:
-            return False
-        most = self._limits.max_num_batched_tokens - request.num_tokens
-        fitting = [
-            batch
-            for batch in self._batches
-            if batch.is_short
-            and batch.num_tokens <= most
-            and sum(self._draft.free[i] for i in batch.members) >= request.num_tokens
-        ]
-        if not fitting:
-            return False
-        self._add(min(fitting, key=lambda b: (b.num_tokens, b.members[0])), request)
-        return True
+    def weigh(self, taken: Sequence[Request], batch: Sequence[Request]) -> tuple[float, float]:
+        """Gain and cost (seconds per token) of prefilling `taken` where `batch` decodes.
 
-    def _add(self, batch: _Batch, request: Request) -> None:
-        draft = self._draft
-        keep = place(
-            request.num_tokens,
-            request.growth_tokens,
-            batch.members,
-            free=draft.free,
-            reserved=draft.reserved,
-        )
-        kept = dict(keep)
-        master = min(kept, key=lambda i: (kept[i] - draft.room(i), i))
-        placed = Placed(request, keep, master)
-        batch.items.append(placed)
-        draft.admit(placed)
+        LoongServe section 4.1. Cost: what the batch is delayed, by its tokens so far. Gain: the
+        decode time that would have to pass before the batch ends, by the prompts' lengths.
+        """
+        now = self._view.now
+        time_s = self._costs.time_s([(0, request.num_tokens) for request in taken])
+        cost = sum(time_s / max(1, request.num_generated) for request in batch)
+        exec_s = min((now - (r.first_token_s or now) for r in batch), default=0.0)
+        wait_s = max(0.0, self._avg_decode_s() - exec_s)
+        return sum(wait_s / request.num_tokens for request in taken), cost
 
-    def _hold(self, request: Request) -> None:
-        """Reserve what the head needs: available instances, then those that are soon free."""
-        draft = self._draft
-        held = self._held_for(request)
-        soon = set(self._soon())
-        rank = {i: 1 if i in soon else 2 for i in draft.free}
-        rank.update(dict.fromkeys(self._available, 0))
-        rank.update(dict.fromkeys(held, -1))
-        ranked = sorted(draft.free, key=lambda i: (rank[i], -draft.room(i), i))
-        size = max(1, self._patience(request, self._wanted_dop(request)))
-        needed = self._take(ranked, size, request.num_tokens)
-        assert needed is not None, f"{request.request_id} was admitted without room"
-        draft.hold = Hold(request.request_id, tuple(sorted(needed)))
-        draft.num_running += 1
-        draft.committed += request.committed_tokens
-        self._available = [i for i in self._available if i not in needed]
-
-    def _finish(self, batch: _Batch) -> StartPrefill:
-        members = tuple(sorted(batch.members))
-        return StartPrefill(members, tuple(batch.items), self._explain(batch, members))
-
-    def _explain(self, batch: _Batch, members: tuple[int, ...]) -> str:
-        head = batch.items[0]
-        names = head.request.request_id
-        if len(batch.items) > 1:
-            names = f"{plural(len(batch.items), 'request')} ({names} first)"
-        where = f"prefill {batch.num_tokens:,} tokens of {names} on {name_instances(members)}"
-        share = self._limits.prefill_tokens_per_instance
-        dop = f"DoP {len(members)}: {share:,} tokens per instance, {batch.num_idle} idle"
-        kept: dict[int, int] = {}
-        for item in batch.items:
-            for instance, num_tokens in item.keep:
-                kept[instance] = kept.get(instance, 0) + num_tokens
-        runs = ", ".join(f"{num_tokens:,} on {i}" for i, num_tokens in kept.items())
-        keep = f"all on {name_instances(kept)}" if len(kept) == 1 else runs
-        reserved = sum(item.request.growth_tokens for item in batch.items)
-        fewest = f"the fewest that hold {batch.num_tokens:,} + {reserved:,} reserved"
-        return f"{where} ({dop}); keep {keep}, {fewest}"
+    def _avg_decode_s(self) -> float:
+        if self._view.avg_decode_s is not None:
+            return self._view.avg_decode_s
+        step_s = self._sib.decode_s(dop=1, num_masters=1, batch=1, kv_tokens=1)
+        return step_s * PRIOR_DECODE_TOKENS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from loongd.sched.components import Component, find_components
 from loongd.sched.policy import Hold, Placed, View
+from loongd.sched.request import Phase, Request
 
 
 class Draft:
@@ -19,6 +20,8 @@ class Draft:
         total_slots: of all alive instances; `known_slots` adds lost ones that may come back.
         committed: slots that running and admitted requests may need, as admission counts.
         hold: instances that the head of the queue waits for.
+        started: ids of requests whose prefill, or a chunk of it, starts in this round.
+        held: instances on which only decode steps that are owed may start.
     """
 
     def __init__(self, view: View) -> None:
@@ -30,13 +33,26 @@ class Draft:
         self.num_running = len(view.running)
         self.committed = view.num_ending_tokens
         self.reserved = dict.fromkeys(self.free, 0)
-        for request in view.running.values():
-            self.committed += request.committed_tokens
-            if request.master is not None:
-                self.reserved[request.master] += request.growth_tokens
+        self._count_running()
         self.components = find_components(view.running.values(), view.instances)
         self.component_of = {i: c for c in self.components for i in c.instances}
         self.hold: Hold | None = None
+        self.held: set[int] = set()
+        self.started: set[str] = set()
+
+    def _count_running(self) -> None:
+        """Sums of the properties of `Request`, written out: with thousands of requests this is
+        most of a decision's time."""
+        committed, reserved = 0, self.reserved
+        for request in self.view.running.values():
+            num_tokens = request.prompt_tokens + request.num_generated
+            growth = request.prompt_tokens + request.reserve_tokens - num_tokens
+            committed += num_tokens + (growth if growth > 0 else 1)
+            if request.master is not None:
+                reserved[request.master] += growth if growth > 0 else 0
+                if request.phase is not Phase.DECODE:
+                    reserved[request.master] += num_tokens - request.kv_tokens
+        self.committed += committed
 
     def room(self, instance: int) -> int:
         """Free slots that nobody counts on; negative when too many do."""
@@ -54,12 +70,29 @@ class Draft:
 
     def runs_decode(self, instance: int) -> bool:
         step = self.view.instances[instance].step
-        return step is not None and not step.is_prefill
+        return step is not None and step.is_decode
 
     def admit(self, placed: Placed) -> None:
-        """Count a request that is going to prefill."""
-        for instance, num_tokens in placed.keep:
-            self.free[instance] -= num_tokens
-        self.reserved[placed.master] += placed.request.growth_tokens
+        """Count a waiting request that is going to prefill, all of it or a first chunk."""
+        self.keep(placed)
         self.num_running += 1
         self.committed += placed.request.committed_tokens
+
+    def keep(self, placed: Placed) -> None:
+        """Charge what a prefill keeps, and reserve what the request needs beyond that."""
+        request = placed.request
+        self.started.add(request.request_id)
+        for instance, num_tokens in placed.keep:
+            self.free[instance] -= num_tokens
+        later = request.left_tokens - placed.num_tokens
+        self.reserved[placed.master] += request.growth_tokens + later
+
+    def forget_reservation(self, request: Request) -> None:
+        """Stop counting what a running request reserves; `keep` counts it anew."""
+        if request.master is not None:
+            self.reserved[request.master] -= request.growth_tokens + request.left_tokens
+
+    def restore_reservation(self, request: Request) -> None:
+        """Undo `forget_reservation`."""
+        if request.master is not None:
+            self.reserved[request.master] += request.growth_tokens + request.left_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loongd.sched.plan import DecodePlan, PrefillPlan
+from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 from loongd.sched.request import Request
 
 
@@ -16,7 +16,7 @@ from loongd.sched.request import Request
 class Step:
     """A step in flight; its members are busy until it ends."""
 
-    plan: PrefillPlan | DecodePlan
+    plan: PrefillPlan | DecodePlan | MigratePlan
     requests: tuple[Request, ...]
     started_s: float
 
@@ -32,6 +32,14 @@ class Step:
     def is_prefill(self) -> bool:
         return isinstance(self.plan, PrefillPlan)
 
+    @property
+    def is_migration(self) -> bool:
+        return isinstance(self.plan, MigratePlan)
+
+    @property
+    def is_decode(self) -> bool:
+        return isinstance(self.plan, DecodePlan)
+
 
 @dataclass(slots=True, eq=False)
 class InstanceView:
@@ -39,6 +47,8 @@ class InstanceView:
 
     `owes_decode` is set when it starts a prefill and cleared when requests whose KV it holds
     start a decode step: until then they have the turn, and no other prefill starts there.
+    `decode_debt_s` is time that prefills took there and decode steps have not had since;
+    `chunk_turn` is set while the last prefill there was not a chunk of a longer one.
     """
 
     instance: int
@@ -46,6 +56,8 @@ class InstanceView:
     alive: bool = True
     step: Step | None = None
     owes_decode: bool = False
+    decode_debt_s: float = 0.0
+    chunk_turn: bool = False
 
     @property
     def idle(self) -> bool:

@@ -7,7 +7,7 @@ Does not know: segments, step ids, actions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,8 @@ class Limits:
     max_num_batched_tokens: int = 8192
     prefill_tokens_per_instance: int = 512
     max_num_queued_reqs: int = 4096
+    max_prefill_wait_s: float = 0.3
+    max_passes: int = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,9 @@ class View:
         waiting: the queue, first come first.
         num_ending_tokens: slots of cancelled requests whose step still runs.
         hold: what the policy held when it was last asked.
+        now: seconds of the events' clock.
+        avg_decode_s: mean time that finished requests spent in decode; None before the first.
+        tokens_on: tokens of a running request whose KV is on an instance.
     """
 
     limits: Limits
@@ -53,15 +58,31 @@ class View:
     waiting: Iterable[Request]
     num_ending_tokens: int = 0
     hold: Hold | None = None
+    now: float = 0.0
+    avg_decode_s: float | None = None
+    tokens_on: Callable[[Request, int], int] = lambda _request, _instance: 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request in a prefill: `keep` as in `PrefillItem`; `master` is to keep what it decodes."""
+    """A request in a prefill: `keep` as in `PrefillItem`; `master` is to keep what it decodes.
+
+    `keep` may hold fewer tokens than the request has left: then the step is a chunk of its
+    prefill, and the policy is asked for the next when it is done.
+    """
 
     request: Request
     keep: tuple[tuple[int, int], ...]
     master: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.keep)
+
+    @property
+    def is_last(self) -> bool:
+        """No chunk follows."""
+        return self.num_tokens == self.request.left_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +99,16 @@ class StartDecode:
     members: tuple[int, ...]
     items: tuple[tuple[Request, int], ...]
     joined: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartMigrate:
+    """Move everything that `requests` (decoding, in no step) have on `source` to `target`."""
+
+    source: int
+    target: int
+    requests: tuple[Request, ...]
     reason: str
 
 
@@ -102,7 +133,7 @@ class Decisions:
     """All that starts now, and what is waited for; after a preemption the policy is asked again.
 
     `wanted` pairs requests left out of a decode step with the busy instance whose free slot they
-    wait for, None when the pool is full.
+    wait for, None when the pool is full. Migrations start before prefills, these before decodes.
     """
 
     prefills: tuple[StartPrefill, ...] = ()
@@ -111,6 +142,7 @@ class Decisions:
     give_ups: tuple[GiveUp, ...] = ()
     hold: Hold | None = None
     wanted: tuple[tuple[Request, int | None], ...] = ()
+    migrations: tuple[StartMigrate, ...] = ()
 
 
 class Policy(Protocol):

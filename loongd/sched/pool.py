@@ -44,9 +44,28 @@ class SlotPool:
             self._used[instance] -= num_slots
         return tuple(sorted(counts))
 
+    def release(self, segment: int, instance: int, num_slots: int) -> None:
+        """Give back `num_slots` of `instance` that `segment` has there."""
+        counts = self._segments[segment]
+        assert 0 < num_slots <= counts.get(instance, 0), f"segment {segment} has {counts}"
+        counts[instance] -= num_slots
+        if counts[instance] == 0:
+            del counts[instance]
+        self._used[instance] -= num_slots
+
+    def lose(self, segment: int, instance: int) -> int:
+        """Forget what a segment has on an instance that is gone; the number of its slots."""
+        num_slots = self._segments[segment].pop(instance, 0)
+        self._used[instance] -= num_slots
+        return num_slots
+
     def counts(self, segment: int) -> dict[int, int]:
         """Slots of a segment by instance (a copy)."""
         return dict(self._segments[segment])
+
+    def tokens_on(self, segment: int, instance: int) -> int:
+        """Slots of a segment on one instance."""
+        return self._segments[segment].get(instance, 0)
 
     def free_slots(self, instance: int) -> int:
         return self._total[instance] - self._used[instance]
@@ -75,7 +94,6 @@ class SlotPool:
         """Raises AssertionError when the counts contradict each other."""
         sums = dict.fromkeys(self._total, 0)
         for segment, counts in self._segments.items():
-            assert counts, f"segment {segment} is empty"
             for instance, num_slots in counts.items():
                 assert num_slots > 0, f"segment {segment} on {instance}: {num_slots}"
                 sums[instance] += num_slots

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from types import MappingProxyType
 
 
@@ -40,12 +41,19 @@ class Request:
         order: arrival number; smaller is older.
         segments: ids of the segments with its KV, in position order.
         open_segment: the last of `segments` once decode has begun; new tokens join it.
+        kv_tokens: tokens whose KV has slots, those of a running step included. The newest
+            generated token gets its slot in its decode step.
+        num_migrating: slots that a running migration has charged a second time, on its target.
         holders: instances with any token of the request, ascending.
         master: the instance that kept its newest token, or will keep the next one.
         wanted: a busy instance whose free slot the next token waits for.
         step_id: the step that it takes part in now.
         last_step_id: the step that it took part in last; 0 before the first.
+        broken: why a part of its KV is gone while a migration of another part still runs.
         num_losses: running steps that it lost because an instance died.
+        num_passed: requests behind it that started while it was the head of the queue.
+        arrived_s, first_token_s: when that was; the latter None before.
+        migrated_s: when its KV was last moved; minus infinity when never.
     """
 
     request_id: str
@@ -59,13 +67,20 @@ class Request:
     num_generated: int = 0
     segments: list[int] = field(default_factory=list)
     open_segment: int | None = None
+    kv_tokens: int = 0
+    num_migrating: int = 0
     holders: tuple[int, ...] = ()
     master: int | None = None
     wanted: int | None = None
     step_id: int | None = None
     last_step_id: int = 0
+    broken: str = ""
     num_losses: int = 0
     num_preemptions: int = 0
+    num_passed: int = 0
+    arrived_s: float = 0.0
+    first_token_s: float | None = None
+    migrated_s: float = -inf
 
     @property
     def num_tokens(self) -> int:
@@ -73,15 +88,14 @@ class Request:
         return self.prompt_tokens + self.num_generated
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens whose KV has slots. The newest generated one gets its slot in its decode step."""
-        match self.phase:
-            case Phase.WAITING:
-                return 0
-            case Phase.DECODE if self.step_id is None:
-                return self.num_tokens - 1
-            case _:
-                return self.num_tokens
+    def left_tokens(self) -> int:
+        """Tokens of its prefill that no chunk has computed or computes yet."""
+        return 0 if self.phase is Phase.DECODE else self.num_tokens - self.kv_tokens
+
+    @property
+    def between_chunks(self) -> bool:
+        """A part of its prefill is done and the rest may start."""
+        return self.phase is Phase.PREFILL and self.step_id is None
 
     @property
     def limit_tokens(self) -> int:
@@ -114,4 +128,6 @@ class Request:
         segments, self.segments = self.segments, []
         self.open_segment = self.master = self.wanted = self.step_id = None
         self.holders = ()
+        self.kv_tokens = self.num_migrating = 0
+        self.broken = ""
         return segments

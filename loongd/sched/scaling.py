@@ -13,10 +13,13 @@ from loongd.sched.components import Component
 from loongd.sched.draft import Draft
 from loongd.sched.policy import Preempt, StartDecode, View
 from loongd.sched.request import Phase, Request
+from loongd.sched.sib import Sib
 from loongd.sched.words import name_instances, plural
 
 # From about this batch size on, the linear layers of one master are bound by compute.
 SPREAD_THRESHOLD = 128
+# An instance joins as one more master if the step then takes less than this share.
+LEAST_GAIN = 0.9
 
 
 @dataclass(slots=True)
@@ -29,18 +32,29 @@ class _Group:
     load: dict[int, int] = field(default_factory=dict)
     joined: list[int] = field(default_factory=list)
     num_left_out: int = 0
+    why: str = ""
 
 
 class Scaling:
     """One round: fills `wanted` and `preempt`."""
 
-    def __init__(self, view: View, draft: Draft) -> None:
+    def __init__(
+        self,
+        view: View,
+        draft: Draft,
+        *,
+        sib: Sib | None = None,
+        starved: Request | None = None,
+    ) -> None:
+        """Without a SIB, masters are spread over all members from `SPREAD_THRESHOLD` on.
+        `starved` is a prefill that cannot go on for want of a slot."""
         self.wanted: list[tuple[Request, int | None]] = []
         self.preempt: Preempt | None = None
         self._view = view
         self._draft = draft
-        self._held = set(draft.hold.instances) if draft.hold else set()
-        self._starved: Request | None = None
+        self._sib = sib
+        self._held = draft.held | (set(draft.hold.instances) if draft.hold else set())
+        self._starved = starved
 
     def run(self) -> list[StartDecode]:
         """All decode steps that start now, longest waiting first."""
@@ -73,10 +87,8 @@ class Scaling:
         batch = sorted(component.requests, key=lambda r: (r.last_step_id, r.order))
         batch = batch[: self._view.limits.max_num_seqs]
         free = self._draft.free
-        possible = [i for i in component.instances if free[i] > 0]
-        spread = len(batch) > SPREAD_THRESHOLD and len(possible) > 1
-        quota = -(-len(batch) // len(possible)) if spread else None
-        group = _Group(list(component.instances), quota)
+        group = _Group(list(component.instances), None)
+        self._spread(group, batch)
         for request in batch:
             master = self._choose_master(request, group)
             if master is None:
@@ -87,6 +99,46 @@ class Scaling:
             group.load[master] = group.load.get(master, 0) + 1
             group.items.append((request, master))
         return group
+
+    def _spread(self, group: _Group, batch: list[Request]) -> None:
+        """Choose how many members are masters, and let an idle instance join if that pays."""
+        draft, sib = self._draft, self._sib
+        possible = sum(draft.free[i] > 0 for i in group.instances)
+        threshold = SPREAD_THRESHOLD if sib is None else sib.compute_bound_batch
+        if len(batch) <= threshold:
+            return
+        if sib is None:
+            group.quota = -(-len(batch) // possible) if possible > 1 else None
+            return
+        kv_tokens = sum(request.kv_tokens for request in batch)
+
+        def step_s(dop: int, num_masters: int) -> float:
+            return sib.decode_s(
+                dop=dop, num_masters=num_masters, batch=len(batch), kv_tokens=kv_tokens
+            )
+
+        dop = len(group.instances)
+        num_masters = min(range(1, max(1, possible) + 1), key=lambda m: (step_s(dop, m), m))
+        now_s = step_s(dop, num_masters)
+        newcomer = self._newcomer(group)
+        if newcomer is not None and step_s(dop + 1, num_masters + 1) < LEAST_GAIN * now_s:
+            group.instances.append(newcomer)
+            group.joined.append(newcomer)
+            num_masters += 1
+            group.why = (
+                f"for {len(batch):,} requests pass the {threshold:,} of one master: predicted "
+                f"{step_s(dop + 1, num_masters):.4f} s instead of {now_s:.4f} s"
+            )
+        group.quota = -(-len(batch) // num_masters) if num_masters > 1 else None
+
+    def _newcomer(self, group: _Group) -> int | None:
+        """An idle instance that nobody decodes on and no prompt waits for."""
+        draft = self._draft
+        if next(iter(self._view.waiting), None) is not None:
+            return None
+        choices = draft.idle - set(group.instances) - self._held - draft.component_of.keys()
+        open_to = [i for i in choices if draft.room(i) > 0]
+        return min(open_to, key=lambda i: (-draft.free[i], i), default=None)
 
     def _choose_master(self, request: Request, group: _Group) -> int | None:
         """Its last master, another holder, another member, or (scale-up) one more instance."""
@@ -130,8 +182,13 @@ class Scaling:
 
     def _choose_victim(self, starved: Request) -> None:
         victims = [
-            r for r in self._view.running.values() if r.phase is Phase.DECODE and r.step_id is None
+            r
+            for r in self._view.running.values()
+            if r.step_id is None and (r.phase is Phase.DECODE or r.between_chunks)
+            if r.request_id not in self._draft.started
         ]
+        if not victims:
+            return
         victim = min(victims, key=lambda r: (r.kv_tokens, -r.order))
         self.preempt = Preempt(
             victim,
@@ -149,10 +206,8 @@ class Scaling:
             f"masters {masters}"
         )
         if group.joined:
-            reason += (
-                f"; {name_instances(group.joined)} joined, for "
-                f"{name_instances(component.instances)} ran out of slots"
-            )
+            why = group.why or f"for {name_instances(component.instances)} ran out of slots"
+            reason += f"; {name_instances(group.joined)} joined, {why}"
         if group.num_left_out:
             reason += f"; {plural(group.num_left_out, 'request')} left out for want of a slot"
         return StartDecode(members, tuple(group.items), tuple(sorted(group.joined)), reason)

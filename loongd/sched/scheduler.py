@@ -23,12 +23,15 @@ from loongd.sched.events import (
     Tick,
 )
 from loongd.sched.instance import InstanceView, Step
+from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 from loongd.sched.policy import Decisions, Limits, Policy, Preempt
+from loongd.sched.predict import Prediction, predict
 from loongd.sched.request import Phase, Request
+from loongd.sched.sib import Sib
 from loongd.sched.snapshot import Snapshot, take_snapshot
 from loongd.sched.starting import Starter
 from loongd.sched.state import State
-from loongd.sched.story import StoryEntry
+from loongd.sched.story import Story, StoryEntry
 from loongd.sched.words import plural
 
 # A request whose running step was lost this often is taken to kill workers, and is failed.
@@ -36,10 +39,14 @@ MAX_LOSSES = 3
 
 
 class Scheduler:
-    """Deterministic: the same events give the same actions."""
+    """Deterministic: the same events give the same actions.
 
-    def __init__(self, policy: Policy, limits: Limits) -> None:
+    `sib`, which may be the policy's own, learns from every step that ends and makes predictions.
+    """
+
+    def __init__(self, policy: Policy, limits: Limits, sib: Sib | None = None) -> None:
         self._policy = policy
+        self._sib = sib
         self._state = State(limits)
         self._starter = Starter(self._state)
         self._actions: list[Action] = []
@@ -71,9 +78,26 @@ class Scheduler:
         """Raises AssertionError when an invariant is broken."""
         self._state.check()
 
-    def story(self, request_id: str) -> tuple[StoryEntry, ...] | None:
-        """What happened to a request, oldest first; None when unknown or long ended."""
+    def story(self, request_id: str) -> Story | None:
+        """What happened to a request; None when unknown or long ended."""
         return self._state.stories.get(request_id)
+
+    def predict(self, prompt_tokens: int, max_tokens: int, now: float) -> Prediction | None:
+        """What would become of a prompt that came now; changes nothing. None without a SIB."""
+        if self._sib is None:
+            return None
+        view = self._state.view(now)
+        return predict(self._policy, self._sib, view, prompt_tokens, max_tokens)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._state.waiting)
+
+    @property
+    def draining(self) -> bool:
+        """New requests are refused."""
+        return self._state.draining
 
     def snapshot(self) -> Snapshot:
         """Instances, groups, pool, queue and totals as they are now."""
@@ -92,6 +116,7 @@ class Scheduler:
             reserve_tokens=min(event.reserve_tokens, event.max_tokens),
             stop_token_ids=event.stop_token_ids,
             min_tokens=event.min_tokens,
+            arrived_s=event.now,
         )
         known = (state.find(request.request_id), state.ending.get(request.request_id))
         assert known == (None, None), f"{request.request_id} exists already"
@@ -100,7 +125,7 @@ class Scheduler:
             f"{request.max_tokens:,} more ({request.reserve_tokens:,} reserved); "
             f"{len(state.waiting):,} waiting, {len(state.running):,} running"
         )
-        state.stories.begin(request.request_id, StoryEntry(event.now, "arrived", text))
+        state.stories.begin(request, StoryEntry(event.now, "arrived", text))
         refusal = self._refusal(request)
         if refusal is None:
             state.waiting.add(request)
@@ -129,26 +154,74 @@ class Scheduler:
         step = self._end_step(event.step_id)
         if step is None:
             return
+        self._account(step, event.elapsed_s)
+        match step.plan:
+            case PrefillPlan(items=prefills):
+                counts = [(item.num_tokens, item.samples) for item in prefills]
+            case DecodePlan():
+                counts = [(1, True)] * len(step.requests)
+            case MigratePlan():
+                counts = [(0, False)] * len(step.requests)
+                self._on_migrated(step.plan, step.requests)
         tokens = dict(event.tokens)
-        for request in step.requests:
+        for request, (num_tokens, samples) in zip(step.requests, counts, strict=True):
             if request.phase is Phase.ENDED:
                 self._release(request)
                 continue
-            num_tokens = request.num_tokens if step.is_prefill else 1
             self._state.stories.step_done(
                 request.request_id, num_tokens=num_tokens, elapsed_s=event.elapsed_s
             )
             self._state.totals.num_prefill_tokens += num_tokens if step.is_prefill else 0
             token = tokens.get(request.request_id)
+            if request.broken:
+                self._on_kv_lost(request, request.broken, event.now)
+            if not samples:
+                continue
             if token is None:
                 message = f"step {step.step_id} returned no token for {request.request_id}"
                 self._fail(request, message, code="step_failed", status=500, now=event.now)
             else:
                 self._on_token(request, token, event.now)
 
+    def _account(self, step: Step, elapsed_s: float) -> None:
+        """Who has had how much time, and what the SIB can learn from it."""
+        views = [self._state.instances[i] for i in step.members]
+        match step.plan:
+            case PrefillPlan(items=prefills):
+                for view in views:
+                    view.decode_debt_s = max(view.decode_debt_s, elapsed_s)
+                if self._sib is not None:
+                    lengths = [(item.start, item.num_tokens) for item in prefills]
+                    self._sib.observe_prefill(step.plan.dop, lengths, elapsed_s)
+            case DecodePlan(items=decodes):
+                for view in views:
+                    view.decode_debt_s = max(0.0, view.decode_debt_s - elapsed_s)
+                if self._sib is not None:
+                    self._sib.observe_decode(
+                        dop=step.plan.dop,
+                        num_masters=len(step.plan.masters),
+                        batch=len(decodes),
+                        kv_tokens=sum(item.position + 1 for item in decodes),
+                        elapsed_s=elapsed_s,
+                    )
+
+    def _on_migrated(self, plan: MigratePlan, requests: tuple[Request, ...]) -> None:
+        """The source has given up what the target now holds."""
+        pool = self._state.pool
+        for segment, num_slots in plan.moves:
+            pool.release(segment, plan.source, num_slots)
+        for request in requests:
+            request.num_migrating = 0
+            holders = {i for segment in request.segments for i in pool.counts(segment)}
+            request.holders = tuple(sorted(holders))
+            if request.master == plan.source:
+                request.master = plan.target
+
     def _on_token(self, request: Request, token: int, now: float) -> None:
         if request.phase is Phase.PREFILL:
             request.move(Phase.DECODE)
+        if request.first_token_s is None:
+            request.first_token_s = now
         request.num_generated += 1
         self._state.totals.num_generated_tokens += 1
         self._actions.append(Emit(request.request_id, token))
@@ -193,12 +266,23 @@ class Scheduler:
             else:
                 request.num_losses += 1
         why = f"instance {event.instance} was lost ({event.message})"
-        for request in list(state.running.values()):
+        for request in [*state.running.values(), *state.ending.values()]:
             if request in in_step or event.instance in request.holders:
-                self._on_kv_lost(request, why, event.now)
+                if request.step_id is None:
+                    self._on_kv_lost(request, why, event.now)
+                else:
+                    self._break(request, event.instance, why)
             elif request.wanted == event.instance:
                 request.wanted = None
         state.pool.remove_instance(event.instance)
+
+    def _break(self, request: Request, instance: int, why: str) -> None:
+        """A migration of its other KV runs on; the request gives all up when that has ended."""
+        for segment in request.segments:
+            request.kv_tokens -= self._state.pool.lose(segment, instance)
+        request.holders = tuple(i for i in request.holders if i != instance)
+        request.master = None if request.master == instance else request.master
+        request.broken = why
 
     def _on_kv_lost(self, request: Request, why: str, now: float) -> None:
         if request.num_losses >= MAX_LOSSES:
@@ -228,6 +312,9 @@ class Scheduler:
         text = f"{request.request_id} ended after {plural(request.num_generated, 'token')}: "
         text += f"{reason} ({cause})" if cause else reason
         event = "cancelled" if reason == "cancelled" else "finished"
+        if event == "finished" and request.first_token_s is not None:
+            self._state.totals.decode_s += now - request.first_token_s
+            self._state.totals.num_decoded += 1
         self._end(request, StoryEntry(now, event, text))
 
     def _fail(self, request: Request, message: str, *, code: str, status: int, now: float) -> None:
@@ -280,7 +367,7 @@ class Scheduler:
         """Ask the policy, and again after each preemption, for that changes what is possible."""
         state = self._state
         while any(instance.idle for instance in state.instances.values()):
-            decisions = self._policy.decide(state.view())
+            decisions = self._policy.decide(state.view(now))
             self._carry_out(decisions, now)
             if decisions.preempt is None:
                 return
@@ -293,6 +380,7 @@ class Scheduler:
         for give_up in decisions.give_ups:
             code = "context_length_exceeded"
             self._fail(give_up.request, give_up.message, code=code, status=400, now=now)
+        self._actions.extend(self._starter.migrate(start, now) for start in decisions.migrations)
         self._actions.extend(self._starter.prefill(start, now) for start in decisions.prefills)
         self._actions.extend(self._starter.decode(start, now) for start in decisions.decodes)
 

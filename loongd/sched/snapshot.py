@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loongd.sched.plan import DecodePlan
+from loongd.sched.instance import Step
+from loongd.sched.plan import DecodePlan, MigratePlan
 from loongd.sched.state import State
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
     """`reserved` slots are free ones that running requests count on; `doing` is idle, prefill,
-    decode or lost."""
+    decode, migrate or lost."""
 
     instance: int
     alive: bool
@@ -26,7 +27,8 @@ class InstanceStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """A step in flight and the instances that run it; `kind` is prefill or decode."""
+    """A step in flight and the instances that run it; `kind` is prefill, decode or
+    migrate."""
 
     step_id: int
     kind: str
@@ -66,6 +68,8 @@ class TotalsStatus:
     num_lost: int
     num_scale_downs: int
     num_scale_ups: int
+    num_migrations: int = 0
+    num_migrated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ def _reserved(state: State) -> dict[int, int]:
     reserved = dict.fromkeys(state.instances, 0)
     for request in state.running.values():
         if request.master is not None:
-            reserved[request.master] += request.growth_tokens
+            reserved[request.master] += request.growth_tokens + request.left_tokens
     return reserved
 
 
@@ -117,7 +121,7 @@ def _instances(state: State, reserved: Mapping[int, int]) -> tuple[InstanceStatu
             statuses.append(InstanceStatus(instance, False, "lost", None, 0, 0, 0, 0))
             continue
         step = view.step
-        doing = "idle" if step is None else "prefill" if step.is_prefill else "decode"
+        doing = "idle" if step is None else _kind(step)
         used = state.pool.used_slots(instance)
         free = view.slots - used
         statuses.append(
@@ -139,17 +143,29 @@ def _groups(state: State) -> tuple[GroupStatus, ...]:
     groups: list[GroupStatus] = []
     for step_id, step in sorted(state.steps.items()):
         plan = step.plan
+        masters: tuple[int, ...] = ()
         if isinstance(plan, DecodePlan):
-            kind, masters, num_tokens = "decode", plan.masters, len(plan.items)
+            masters, num_tokens = plan.masters, len(plan.items)
+        elif isinstance(plan, MigratePlan):
+            num_tokens = plan.num_tokens
         else:
-            kind, masters = "prefill", ()
             num_tokens = sum(item.num_tokens for item in plan.items)
         groups.append(
             GroupStatus(
-                step_id, kind, plan.members, masters, len(plan.items), num_tokens, step.started_s
+                step_id=step_id,
+                kind=_kind(step),
+                members=plan.members,
+                masters=masters,
+                num_requests=len(step.requests),
+                num_tokens=num_tokens,
+                started_s=step.started_s,
             )
         )
     return tuple(groups)
+
+
+def _kind(step: Step) -> str:
+    return "prefill" if step.is_prefill else "decode" if step.is_decode else "migrate"
 
 
 def _totals(state: State) -> TotalsStatus:
@@ -166,4 +182,6 @@ def _totals(state: State) -> TotalsStatus:
         num_lost=totals.num_lost,
         num_scale_downs=totals.num_scale_downs,
         num_scale_ups=totals.num_scale_ups,
+        num_migrations=totals.num_migrations,
+        num_migrated_tokens=totals.num_migrated_tokens,
     )

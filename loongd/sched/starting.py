@@ -6,10 +6,10 @@ can never be taken for a newer one.
 
 from __future__ import annotations
 
-from loongd.sched.events import RunDecode, RunPrefill
+from loongd.sched.events import Migrate, RunDecode, RunPrefill
 from loongd.sched.instance import Step
-from loongd.sched.plan import DecodeItem, DecodePlan, PrefillItem, PrefillPlan
-from loongd.sched.policy import Placed, StartDecode, StartPrefill
+from loongd.sched.plan import DecodeItem, DecodePlan, MigratePlan, PrefillItem, PrefillPlan
+from loongd.sched.policy import Placed, StartDecode, StartMigrate, StartPrefill
 from loongd.sched.request import Phase, Request
 from loongd.sched.state import State
 from loongd.sched.story import StoryEntry
@@ -27,11 +27,13 @@ class Starter:
         """Charge each prompt where it is kept, and put its members to work."""
         state = self._state
         step_id = self._next_step()
-        items = tuple(self._place(placed, step_id) for placed in start.items)
+        items = tuple(self._place(placed, start.members, step_id) for placed in start.items)
         plan = PrefillPlan(step_id, start.members, items)
         self._begin(Step(plan, tuple(placed.request for placed in start.items), now))
         for instance in start.members:
-            state.instances[instance].owes_decode = True
+            view = state.instances[instance]
+            view.owes_decode = True
+            view.chunk_turn = all(item.start == 0 and item.samples for item in items)
         state.totals.num_prefill_steps += 1
         keepers = {i for item in items for i, _ in item.keep}
         state.totals.num_scale_downs += len(keepers) < len(start.members)
@@ -39,8 +41,34 @@ class Starter:
             entry = StoryEntry(
                 now, "prefill", start.reason, group=start.members, kept=dict(item.keep)
             )
-            state.stories.add(item.request_id, entry)
+            if item.start:
+                state.stories.begin_chunk(item.request_id, entry)
+            else:
+                state.stories.add(item.request_id, entry)
         return RunPrefill(plan, start.reason)
+
+    def migrate(self, start: StartMigrate, now: float) -> Migrate:
+        """Charge the target for what the source keeps until the move is done."""
+        state, source = self._state, start.source
+        step_id = self._next_step()
+        moves: list[tuple[int, int]] = []
+        for request in start.requests:
+            assert (request.phase, request.step_id) == (Phase.DECODE, None), request
+            for segment in request.segments:
+                num_slots = state.pool.counts(segment).get(source, 0)
+                if num_slots:
+                    state.pool.allocate(segment, start.target, num_slots)
+                    request.num_migrating += num_slots
+                    moves.append((segment, num_slots))
+            request.holders = tuple(sorted({*request.holders, start.target}))
+            request.step_id, request.wanted, request.migrated_s = step_id, None, now
+            entry = StoryEntry(now, "migrated", start.reason, group=(source, start.target))
+            state.stories.add(request.request_id, entry)
+        plan = MigratePlan(step_id, source, start.target, tuple(moves))
+        self._begin(Step(plan, start.requests, now))
+        state.totals.num_migrations += 1
+        state.totals.num_migrated_tokens += plan.num_tokens
+        return Migrate(plan, start.reason)
 
     def decode(self, start: StartDecode, now: float) -> RunDecode:
         """Charge one slot on each request's master, and put the members to work."""
@@ -75,19 +103,39 @@ class Starter:
             assert state.instances[instance].idle, f"instance {instance} is not idle"
             state.instances[instance].step = step
 
-    def _place(self, placed: Placed, step_id: int) -> PrefillItem:
-        request = placed.request
+    def _place(self, placed: Placed, members: tuple[int, ...], step_id: int) -> PrefillItem:
+        request, num_tokens = placed.request, placed.num_tokens
+        if request.phase is Phase.WAITING:
+            self._leave_queue(request)
+        assert set(request.holders) <= set(members), request
+        assert 0 < num_tokens <= request.left_tokens, request
+        segment = self._next_segment()
+        item = PrefillItem(
+            request_id=request.request_id,
+            start=request.kv_tokens,
+            num_tokens=num_tokens,
+            segment=segment,
+            keep=placed.keep,
+            cached=tuple(request.segments),
+            holders=request.holders,
+            samples=placed.is_last,
+        )
+        for instance, count in placed.keep:
+            self._state.pool.allocate(segment, instance, count)
+        request.segments.append(segment)
+        request.kv_tokens += num_tokens
+        request.holders = tuple(sorted({*request.holders, *(i for i, _ in placed.keep)}))
+        request.master = placed.master
+        request.step_id = request.last_step_id = step_id
+        return item
+
+    def _leave_queue(self, request: Request) -> None:
         self._state.waiting.remove(request.request_id)
         self._state.running[request.request_id] = request
         request.move(Phase.PREFILL)
-        segment = self._next_segment()
-        for instance, num_tokens in placed.keep:
-            self._state.pool.allocate(segment, instance, num_tokens)
-        request.segments = [segment]
-        request.holders = tuple(sorted(instance for instance, _ in placed.keep))
-        request.master = placed.master
-        request.step_id = request.last_step_id = step_id
-        return PrefillItem(request.request_id, 0, request.num_tokens, segment, placed.keep)
+        head = next(iter(self._state.waiting), None)
+        if head is not None and head.order < request.order:
+            head.num_passed += 1
 
     def _extend(self, request: Request, master: int, step_id: int) -> DecodeItem:
         cached, holders = tuple(request.segments), request.holders
@@ -96,6 +144,7 @@ class Starter:
             segment = request.open_segment = self._next_segment()
             request.segments.append(segment)
         self._state.pool.allocate(segment, master, 1)
+        request.kv_tokens += 1
         if master not in holders:
             request.holders = tuple(sorted((*holders, master)))
         request.master, request.wanted = master, None

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from loongd.sched.instance import InstanceView, Step
+from loongd.sched.plan import MigratePlan
 from loongd.sched.policy import Hold, Limits, View
 from loongd.sched.pool import SlotPool
 from loongd.sched.request import Phase, Request
@@ -18,7 +19,7 @@ from loongd.sched.waiting import WaitingQueue
 
 @dataclass(slots=True, eq=False)
 class Totals:
-    """Counts since the start."""
+    """Counts since the start; `decode_s` is what `num_decoded` finished requests spent there."""
 
     num_arrived: int = 0
     num_finished: Counter[str] = field(default_factory=Counter)
@@ -31,6 +32,10 @@ class Totals:
     num_lost: int = 0
     num_scale_downs: int = 0
     num_scale_ups: int = 0
+    num_migrations: int = 0
+    num_migrated_tokens: int = 0
+    decode_s: float = 0.0
+    num_decoded: int = 0
 
 
 class State:
@@ -65,16 +70,21 @@ class State:
         """A request that waits or runs; None when unknown or ended."""
         return self.running.get(request_id) or self.waiting.get(request_id)
 
-    def view(self) -> View:
+    def view(self, now: float) -> View:
         """What a policy may see."""
+        pool = self.pool
+        totals = self.totals
         return View(
             limits=self.limits,
             instances=self.instances,
-            free=self.pool.free_by_instance(),
+            free=pool.free_by_instance(),
             running=self.running,
             waiting=self.waiting,
-            num_ending_tokens=sum(r.num_tokens for r in self.ending.values()),
+            num_ending_tokens=sum(r.kv_tokens + r.num_migrating for r in self.ending.values()),
             hold=self.hold,
+            now=now,
+            avg_decode_s=totals.decode_s / totals.num_decoded if totals.num_decoded else None,
+            tokens_on=lambda request, i: sum(pool.tokens_on(s, i) for s in request.segments),
         )
 
     def check(self) -> None:
@@ -95,10 +105,14 @@ class State:
         assert self.stories.live == waiting.keys() | self.running.keys(), "stories differ"
         for request in waiting.values():
             assert request.phase is Phase.WAITING, f"{request.request_id} waits: {request.phase}"
-            assert not request.segments, f"{request.request_id} waits with KV"
+            assert (request.segments, request.kv_tokens) == ([], 0), request
         for request in self.running.values():
             assert request.phase in (Phase.PREFILL, Phase.DECODE), request
-            assert request.phase is Phase.DECODE or request.step_id is not None, request
+            assert request.left_tokens >= 0, request
+            assert not request.between_chunks or request.left_tokens, request
+            if request.phase is Phase.DECODE and not request.broken:
+                grown = request.step_id is not None and not self._migrates(request)
+                assert request.kv_tokens == request.num_tokens - 1 + grown, request
             assert request.wanted is None or self.instances[request.wanted].alive, request
         for request in self.ending.values():
             assert request.phase is Phase.ENDED, request
@@ -111,9 +125,15 @@ class State:
             owned.update(request.segments)
             counts = [self.pool.counts(segment) for segment in request.segments]
             num_slots = sum(sum(c.values()) for c in counts)
-            assert num_slots == request.kv_tokens, f"{num_slots} slots for {request}"
+            kept = request.kv_tokens + request.num_migrating
+            assert num_slots == kept, f"{num_slots} slots for {request}"
+            assert not request.num_migrating or self._migrates(request), request
             assert set(request.holders) == {i for c in counts for i in c}, request
         assert owned == self.pool.segments, "segments without a request"
+
+    def _migrates(self, request: Request) -> bool:
+        step = self.steps[request.step_id] if request.step_id is not None else None
+        return step is not None and isinstance(step.plan, MigratePlan)
 
     def _check_steps(self) -> None:
         busy = [i for step in self.steps.values() for i in step.members]
@@ -125,7 +145,8 @@ class State:
         for step in self.steps.values():
             for request in step.requests:
                 assert request.step_id == step.step_id, request
-                assert set(request.holders) <= set(step.members), request
+                migrates = isinstance(step.plan, MigratePlan)
+                assert migrates or set(request.holders) <= set(step.members), request
         in_steps = sum(len(step.requests) for step in self.steps.values())
         live = (*self.running.values(), *self.ending.values())
         assert in_steps == sum(r.step_id is not None for r in live), "a step without request"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from loongd.sched.request import Request
+
 MAX_ENDED_STORIES = 1000
 # A story longer than this loses its oldest entries after the first few.
 MAX_ENTRIES = 256
@@ -17,11 +19,11 @@ NUM_FIRST_ENTRIES = 8
 
 @dataclass(slots=True)
 class StoryEntry:
-    """One event, or a run of decode steps with the same group and masters.
+    """One event, or a run of chunks or decode steps with the same group and masters.
 
     Args:
         at_s: when it happened, or the first step began; seconds of the events' clock.
-        event: arrived, prefill, decode, preempted, lost, finished, cancelled or failed.
+        event: arrived, prefill, decode, migrated, preempted, lost, finished, cancelled or failed.
         text: one sentence.
         group: members of the step's group; dop is their number.
         masters: members that are master of any request of the step.
@@ -46,33 +48,60 @@ class StoryEntry:
         return len(self.group)
 
 
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A request's life up to now: its tokens, and its entries from the oldest on."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    entries: tuple[StoryEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tale:
+    request: Request
+    entries: list[StoryEntry]
+
+
 class StoryBook:
     """Stories of all live requests and of the last `MAX_ENDED_STORIES` ended ones."""
 
     def __init__(self) -> None:
-        self._live: dict[str, list[StoryEntry]] = {}
-        self._ended: dict[str, list[StoryEntry]] = {}
+        self._live: dict[str, _Tale] = {}
+        self._ended: dict[str, _Tale] = {}
 
-    def begin(self, request_id: str, entry: StoryEntry) -> None:
-        self._live[request_id] = [entry]
+    def begin(self, request: Request, entry: StoryEntry) -> None:
+        """The first entry of a request."""
+        self._live[request.request_id] = _Tale(request, [entry])
 
     def add(self, request_id: str, entry: StoryEntry) -> None:
         """One more entry of a live request."""
-        entries = self._live[request_id]
+        entries = self._live[request_id].entries
         if len(entries) >= MAX_ENTRIES:
             del entries[NUM_FIRST_ENTRIES]
         entries.append(entry)
 
     def begin_decode(self, request_id: str, entry: StoryEntry) -> None:
         """A decode step begins: a new entry, unless the last one has this group and masters."""
-        last = self._live[request_id][-1]
+        last = self._live[request_id].entries[-1]
         same = last.event == "decode" and last.group == entry.group
         if not same or last.masters != entry.masters:
             self.add(request_id, entry)
 
+    def begin_chunk(self, request_id: str, entry: StoryEntry) -> None:
+        """A later chunk of a prefill begins: a new entry, unless the last one is of this group."""
+        last = self._live[request_id].entries[-1]
+        if last.event != "prefill" or last.group != entry.group:
+            self.add(request_id, entry)
+            return
+        kept = dict(last.kept)
+        for instance, num_tokens in entry.kept.items():
+            kept[instance] = kept.get(instance, 0) + num_tokens
+        last.kept = kept
+
     def step_done(self, request_id: str, *, num_tokens: int, elapsed_s: float) -> None:
         """The step of the last entry is finished."""
-        last = self._live[request_id][-1]
+        last = self._live[request_id].entries[-1]
         last.num_steps += 1
         last.num_tokens += num_tokens
         last.duration_s += elapsed_s
@@ -84,10 +113,14 @@ class StoryBook:
         if len(self._ended) > MAX_ENDED_STORIES:
             del self._ended[next(iter(self._ended))]
 
-    def get(self, request_id: str) -> tuple[StoryEntry, ...] | None:
-        """A copy of a story, oldest entry first; None when unknown."""
-        entries = self._live.get(request_id) or self._ended.get(request_id)
-        return None if entries is None else tuple(replace(entry) for entry in entries)
+    def get(self, request_id: str) -> Story | None:
+        """A copy of a story; None when unknown."""
+        tale = self._live.get(request_id) or self._ended.get(request_id)
+        if tale is None:
+            return None
+        request = tale.request
+        entries = tuple(replace(entry) for entry in tale.entries)
+        return Story(request.prompt_tokens, request.num_generated, entries)
 
     @property
     def live(self) -> frozenset[str]:

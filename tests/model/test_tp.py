@@ -294,3 +294,40 @@ def test_the_spec_of_a_rank(save_model: Callable) -> None:
     part = Shard(3, 4).spec(ModelSpec.from_config(config))
     assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 20)
     assert (part.head_dim, part.hidden_size, part.vocab_size) == (6, 48, 96)
+
+
+@pytest.mark.gpu
+def test_a_long_input_of_the_8b_shape_needs_little_beside_attention() -> None:
+    """262,144 tokens through one layer: unchunked, gate and up alone would be 15 GB."""
+    spec = ModelSpec.from_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 1000,
+            "max_position_embeddings": 1 << 20,
+        }
+    )
+    cuda, num_tokens = torch.device("cuda"), 1 << 18
+    weights = load_weights(
+        Path("unused"),
+        spec,
+        load_format="dummy",
+        dtype=torch.bfloat16,
+        device=cuda,
+        seed=0,
+        progress=lambda stage, fraction: None,
+    )
+    model = Llama(spec, weights, cuda, torch.bfloat16)
+    positions_T = torch.arange(num_tokens, device=cuda)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model.forward(positions_T % 1000, positions_T, positions_T, lambda _, q, k, v: q)
+    peak = torch.cuda.max_memory_allocated() - before
+    hidden_and_qkv = num_tokens * (4096 + 4096 + 2 * 1024) * 2
+    angles = num_tokens * 128 * 4 * 6
+    assert peak < hidden_and_qkv + angles + 2.5e9

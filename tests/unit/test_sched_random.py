@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from sched_kit import make_sib
 
 from loongd.sched.events import (
     Arrived,
@@ -17,12 +18,14 @@ from loongd.sched.events import (
     FreeSegments,
     InstanceJoined,
     InstanceLost,
+    Migrate,
     RunDecode,
     RunPrefill,
     StepDone,
     StepFailed,
     Tick,
 )
+from loongd.sched.plan import MigratePlan
 from loongd.sched.policies import make_policy
 from loongd.sched.policy import Limits
 from loongd.sched.scheduler import Scheduler
@@ -44,6 +47,8 @@ class FakeWorkers:
         self.ended = {}
         self.used_segments = set()
         self.last_step = 0
+        self.num_chunks = 0
+        self.num_moves = 0
 
     def busy(self):
         return {i for plan in self.steps.values() for i in plan.members}
@@ -56,7 +61,7 @@ class FakeWorkers:
     def apply(self, actions):
         for action in actions:
             match action:
-                case RunPrefill(plan, reason) | RunDecode(plan, reason):
+                case RunPrefill(plan, reason) | RunDecode(plan, reason) | Migrate(plan, reason):
                     assert reason
                     self.start(plan)
                 case Emit(request_id, _):
@@ -82,7 +87,12 @@ class FakeWorkers:
 
     def free(self, segments, instances):
         assert set(instances) <= self.slots.keys()
-        writing = {item.segment for plan in self.steps.values() for item in plan.items}
+        writing = set()
+        for plan in self.steps.values():
+            if isinstance(plan, MigratePlan):
+                writing.update(segment for segment, _ in plan.moves)
+            else:
+                writing.update(item.segment for item in plan.items)
         assert not writing & set(segments), "freed under a running step"
         held = {i for i in self.slots if any(self.kv[i][s] for s in segments)}
         assert held == set(instances), "freed where it is not, or left behind"
@@ -96,10 +106,41 @@ class FakeWorkers:
     def start(self, plan):
         assert plan.step_id > self.last_step
         self.last_step = plan.step_id
-        assert plan.items
-        assert list(plan.members) == sorted(set(plan.members))
         assert set(plan.members) <= self.slots.keys()
         assert not set(plan.members) & self.busy()
+        if isinstance(plan, MigratePlan):
+            self.begin_move(plan)
+        else:
+            self.begin_items(plan)
+        for instance in plan.members:
+            assert self.kv[instance].total() <= self.slots[instance], "more than there are slots"
+        self.steps[plan.step_id] = plan
+
+    def begin_move(self, plan):
+        """Both ends hold the KV until the move is done."""
+        assert plan.source != plan.target
+        assert plan.moves
+        running = {i.request_id for p in self.steps.values() for i in getattr(p, "items", ())}
+        for segment, count in plan.moves:
+            assert self.kv[plan.source][segment] == count, "all that the source has moves"
+            self.kv[plan.target][segment] += count
+            (owner,) = [r for r, owned in self.segments.items() if segment in owned]
+            assert owner not in running, "KV moves under a running step"
+        assert len({segment for segment, _ in plan.moves}) == len(plan.moves)
+
+    def finish(self, plan):
+        """A step is done."""
+        self.num_moves += isinstance(plan, MigratePlan)
+        if isinstance(plan, MigratePlan):
+            for segment, count in plan.moves:
+                self.kv[plan.source][segment] -= count
+
+    def moving(self):
+        return {s for p in self.steps.values() if isinstance(p, MigratePlan) for s, _ in p.moves}
+
+    def begin_items(self, plan):
+        assert plan.items
+        assert list(plan.members) == sorted(set(plan.members))
         ids = [item.request_id for item in plan.items]
         assert len(ids) == len(set(ids))
         assert not set(ids) & self.ended.keys()
@@ -108,46 +149,53 @@ class FakeWorkers:
                 self.extend(plan, item)
             else:
                 self.prefill(plan, item)
-        for instance in plan.members:
-            assert self.kv[instance].total() <= self.slots[instance], "more than there are slots"
-        self.steps[plan.step_id] = plan
 
     def prefill(self, plan, item):
-        assert (item.start, item.cached, item.holders, item.samples) == (0, (), (), True)
-        assert item.num_tokens == self.length[item.request_id]
+        owned = self.segments.setdefault(item.request_id, [])
+        if item.start == 0:
+            assert not any(self.kv[i][s] for i in self.slots for s in owned), "KV was not freed"
+            owned.clear()
+        self.check_cached(plan, item, item.start)
+        assert 0 < item.num_tokens <= self.length[item.request_id] - item.start
+        assert item.samples == (item.start + item.num_tokens == self.length[item.request_id])
         assert sum(n for _, n in item.keep) == item.num_tokens
         assert all(n > 0 for _, n in item.keep)
         assert {i for i, _ in item.keep} <= set(plan.members)
-        older = self.segments.get(item.request_id, [])
-        assert not any(self.kv[i][s] for i in self.slots for s in older), "KV was not freed"
         assert item.segment not in self.used_segments
         self.used_segments.add(item.segment)
-        self.segments[item.request_id] = [item.segment]
+        owned.append(item.segment)
+        self.num_chunks += not item.samples
         for instance, count in item.keep:
             self.kv[instance][item.segment] += count
 
     def extend(self, plan, item):
         owned = self.segments[item.request_id]
-        assert list(item.cached) == owned
         assert item.position == self.length[item.request_id] - 1
-        covered = sum(self.kv[i][s] for i in self.slots for s in owned)
-        assert covered == item.position, "older tokens are not all there"
-        holders = [i for i in sorted(self.slots) if any(self.kv[i][s] for s in owned)]
-        assert list(item.holders) == holders
-        assert set(holders) | {item.master} <= set(plan.members)
+        self.check_cached(plan, item, item.position)
+        assert item.master in plan.members
         if item.segment not in owned:
             assert item.segment not in self.used_segments
             self.used_segments.add(item.segment)
             owned.append(item.segment)
         assert owned[-1] == item.segment
-        assert len(owned) == 2
         self.kv[item.master][item.segment] += 1
+
+    def check_cached(self, plan, item, num_tokens):
+        """All older tokens are in the group, on the holders that the plan names."""
+        owned = self.segments[item.request_id]
+        assert list(item.cached) == owned
+        assert not set(owned) & self.moving()
+        covered = sum(self.kv[i][s] for i in self.slots for s in owned)
+        assert covered == num_tokens, "older tokens are not all there"
+        holders = [i for i in sorted(self.slots) if any(self.kv[i][s] for s in owned)]
+        assert list(item.holders) == holders
+        assert set(holders) <= set(plan.members)
 
 
 class World:
     """Drives a scheduler with random events; the same seed gives the same run."""
 
-    def __init__(self, seed, *, num_instances, tiny):
+    def __init__(self, seed, *, num_instances, tiny, policy):
         self.random = random.Random(seed)
         self.tiny = tiny
         limits = Limits(
@@ -155,8 +203,10 @@ class World:
             max_num_batched_tokens=self.random.choice([16, 600, 8192]),
             prefill_tokens_per_instance=self.random.choice([4, 64, 512]),
             max_num_queued_reqs=self.random.choice([3, 1000]),
+            max_passes=self.random.choice([1, 1000]),
         )
-        self.scheduler = Scheduler(make_policy("fcfs"), limits)
+        self.policy = policy
+        self.scheduler = new_scheduler(policy, limits, tiny=tiny)
         self.workers = FakeWorkers()
         self.now = 0.0
         self.num_requests = 0
@@ -174,13 +224,12 @@ class World:
         self.log.append((event, tuple(actions)))
         self.workers.apply(actions)
         self.scheduler.check()
-        running = [
-            i for a in actions if isinstance(a, RunPrefill | RunDecode) for i in a.plan.members
-        ]
+        started = [a.plan for a in actions if isinstance(a, RunPrefill | RunDecode | Migrate)]
+        running = [i for plan in started for i in plan.members]
         assert len(running) == len(set(running))
 
     def tick(self):
-        self.now += self.random.random()
+        self.now += self.random.random() * self.random.choice([0.01, 1.0])
         return self.now
 
     def join(self, instance):
@@ -212,8 +261,11 @@ class World:
         if fail:
             self.handle(StepFailed(self.tick(), step_id, "out of memory"))
             return
-        tokens = tuple((item.request_id, self.random.randint(0, 40)) for item in plan.items)
-        self.handle(StepDone(self.tick(), step_id, 0.5, tokens))
+        self.workers.finish(plan)
+        drawing = [i for i in getattr(plan, "items", ()) if getattr(i, "samples", True)]
+        tokens = tuple((item.request_id, self.random.randint(0, 40)) for item in drawing)
+        elapsed_s = self.random.choice([0.01, 0.5])
+        self.handle(StepDone(self.tick(), step_id, elapsed_s, tokens))
 
     def lose(self):
         if self.workers.slots:
@@ -269,15 +321,21 @@ class World:
         assert self.scheduler.snapshot().totals.num_generated_tokens == emitted
 
 
+def new_scheduler(policy, limits, *, tiny):
+    sib = make_sib(token_s=0.05 if tiny else 0.001)
+    return Scheduler(make_policy(policy, sib), limits, sib)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
+    policy=st.sampled_from(["loongserve", "loongserve", "loongserve", "fcfs"]),
     num_instances=st.integers(1, 8),
     num_events=st.integers(0, 120),
     tiny=st.booleans(),
 )
-def test_random_events(seed, num_instances, num_events, tiny):
-    world = World(seed, num_instances=num_instances, tiny=tiny).run(num_events)
+def test_random_events(seed, policy, num_instances, num_events, tiny):
+    world = World(seed, num_instances=num_instances, tiny=tiny, policy=policy).run(num_events)
     world.check_end()
     totals = world.scheduler.snapshot().totals
     event(f"preemptions: {totals.num_preemptions > 0}")
@@ -285,19 +343,25 @@ def test_random_events(seed, num_instances, num_events, tiny):
     event(f"scale-downs: {totals.num_scale_downs > 0}")
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_replay_is_identical(seed):
-    world = World(seed, num_instances=4, tiny=seed % 2 == 0).run(100)
-    again = Scheduler(make_policy("fcfs"), world.scheduler._state.limits)
+@pytest.mark.parametrize("policy", ["loongserve", "fcfs"])
+@pytest.mark.parametrize("seed", range(6))
+def test_replay_is_identical(seed, policy):
+    tiny = seed % 2 == 0
+    world = World(seed, num_instances=4, tiny=tiny, policy=policy).run(100)
+    again = new_scheduler(policy, world.scheduler._state.limits, tiny=tiny)
     for past, actions in world.log:
         assert tuple(again.handle(past)) == actions
 
 
-def test_random_worlds_reach_the_rare_paths():
+@pytest.mark.parametrize("policy", ["loongserve", "fcfs"])
+def test_random_worlds_reach_the_rare_paths(policy):
     seen = Counter()
     for seed in range(40):
-        world = World(seed, num_instances=1 + seed % 8, tiny=True).run(150)
+        tiny = seed % 4 > 0
+        world = World(seed, num_instances=1 + seed % 8, tiny=tiny, policy=policy).run(150)
         world.check_end()
+        seen["moved"] += world.workers.num_moves
+        seen["chunk"] += world.workers.num_chunks
         totals = world.scheduler.snapshot().totals
         seen["preempted"] += totals.num_preemptions
         seen["scaled up"] += totals.num_scale_ups
@@ -306,4 +370,5 @@ def test_random_worlds_reach_the_rare_paths():
         seen.update(world.workers.ended.values())
     expected = {"preempted", "scaled up", "scaled down", "lost", "length", "stop", "cancelled"}
     expected |= {"step_failed", "context_length_exceeded", "draining", "overloaded"}
+    expected |= {"moved", "chunk"} if policy == "loongserve" else set()
     assert expected <= {name for name, count in seen.items() if count > 5}, seen

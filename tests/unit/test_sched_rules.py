@@ -567,5 +567,5 @@ def test_a_request_only_moves_along_legal_transitions():
 
 
 def test_unknown_policies_are_named():
-    with pytest.raises(ValueError, match="policy 'x' is unknown; known: fcfs"):
+    with pytest.raises(ValueError, match="policy 'x' is unknown; known: loongserve, fcfs"):
         make_policy("x")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from loongd.sched.policies.fcfs import FirstComeFirstServed
+from loongd.sched.policies.loongserve import LoongServe
 from loongd.sched.policy import Policy
+from loongd.sched.sib import Sib
 
 
-def make_policy(name: str) -> Policy:
-    """The policy called `name`. Raises ValueError naming the known ones."""
+def make_policy(name: str, sib: Sib | None = None) -> Policy:
+    """The policy called `name`; `fcfs` needs no SIB. Raises ValueError naming the known ones."""
     match name:
         case "fcfs":
             return FirstComeFirstServed()
+        case "loongserve":
+            if sib is None:
+                raise ValueError("policy 'loongserve' needs a SIB")
+            return LoongServe(sib)
         case _:
-            raise ValueError(f"policy {name!r} is unknown; known: fcfs")
+            raise ValueError(f"policy {name!r} is unknown; known: loongserve, fcfs")

@@ -6,14 +6,14 @@ takes the rest. So under load the two alternate on every instance and neither st
 
 from __future__ import annotations
 
-from loongd.sched.dispatch import Dispatch
 from loongd.sched.draft import Draft
+from loongd.sched.policies.fcfs_dispatch import Dispatch
 from loongd.sched.policy import Decisions, View
 from loongd.sched.scaling import Scaling
 
 
 class FirstComeFirstServed:
-    """Stateless; see `sched.dispatch` for prefill and `sched.scaling` for decode."""
+    """Stateless; see `fcfs_dispatch` for prefill and `sched.scaling` for decode."""
 
     def decide(self, view: View) -> Decisions:
         """Everything that can start, starts."""

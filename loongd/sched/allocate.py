@@ -1,0 +1,219 @@
+"""Step 2 of LoongServe: which instances prefill, and whose KV moves out of the way for it.
+
+Idle instances without decoding requests come first; they cost nothing. Another one joins a long
+prefill only while it pays: an empty one when it saves a fair share of the time left, one that
+decodes when the time saved exceeds the time of moving its KV to another decode group.
+Knows: what each instance is used for, gains and costs. Does not know: the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from loongd.sched.components import Component
+from loongd.sched.draft import Draft
+from loongd.sched.policy import StartMigrate, View
+from loongd.sched.request import Phase, Request
+from loongd.sched.sib import Sib
+from loongd.sched.words import plural
+
+# A newcomer must save this share of what a perfect one would: T / (dop + 1).
+LEAST_EFFICIENCY = 0.3
+# Moving KV must save so many times what it costs, and happens to a request so often at most.
+LEAST_RETURN = 2.0
+COOL_DOWN_S = 1.0
+# Nobody knows how long an answer will be; a group is taken to decode so many more steps at most.
+EXPECTED_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A migration that pays; its source or its target may still be busy."""
+
+    start: StartMigrate
+    instances: tuple[int, int]
+
+
+class Allocate:
+    """One round's view of the instances.
+
+    Attributes:
+        unfinished: requests with a part of their prefill to come, in a step or not.
+        pinned: instances that hold their KV.
+    """
+
+    def __init__(self, view: View, draft: Draft, sib: Sib, *, forced: bool = False) -> None:
+        """`forced`: nothing runs, so that nobody is worth waiting for."""
+        self.forced = forced
+        self._view = view
+        self._draft = draft
+        self._sib = sib
+        self._instances = view.instances
+        prefilling = [r for r in view.running.values() if r.phase is Phase.PREFILL]
+        self.unfinished = [r for r in prefilling if r.left_tokens]
+        self.pinned = {i for r in self.unfinished for i in r.holders}
+        self._is_quiet = not prefilling and next(iter(view.waiting), None) is None
+
+    # ---- what an instance is good for ----------------------------------------------------------
+
+    def is_open(self, instance: int) -> bool:
+        """A prefill may start there now."""
+        draft = self._draft
+        return instance not in draft.held and draft.is_prefills_turn(instance)
+
+    def is_any_open(self) -> bool:
+        """A prefill may start somewhere now."""
+        return any(map(self._draft.is_prefills_turn, self._draft.idle))
+
+    def is_paid(self, instance: int) -> bool:
+        """Decode has had as much time there as the last prefill took, or nobody decodes there."""
+        if self.forced or instance not in self._draft.component_of:
+            return True
+        return self._instances[instance].decode_debt_s <= 0.0
+
+    def empty(self) -> list[int]:
+        """Open instances that nobody decodes on and no unfinished prefill needs; most room first.
+
+        Equal ones are taken in ascending order, so that low numbers are used first."""
+        draft = self._draft
+        found = (i for i in draft.idle if i not in self.pinned and i not in draft.component_of)
+        return sorted(filter(self.is_open, found), key=lambda i: (-draft.free[i], i))
+
+    def lent(self) -> list[int]:
+        """Open instances of decode groups, least cost of an interruption first."""
+        draft = self._draft
+        found = (i for i in draft.idle if i not in self.pinned and i in draft.component_of)
+        return sorted(filter(self.is_open, found), key=lambda i: (self.interruption(i), i))
+
+    def between_chunks(self) -> list[int]:
+        """Open instances where an unfinished prefill has just had its turn; most room first."""
+        draft = self._draft
+        found = (i for i in draft.idle & self.pinned if not self._instances[i].chunk_turn)
+        return sorted(filter(self.is_open, found), key=lambda i: (-draft.room(i), i))
+
+    def has_other_home(self, num_tokens: int) -> bool:
+        """Some instance, busy or not, has room and no unfinished prefill."""
+        draft = self._draft
+        others = (i for i in draft.free if i not in self.pinned)
+        return any(draft.room(i) >= num_tokens for i in others)
+
+    def batch(self, instance: int) -> Sequence[Request]:
+        """Requests that cannot decode while the instance prefills."""
+        component = self._draft.component_of.get(instance)
+        return component.requests if component else ()
+
+    def interruption(self, instance: int) -> float:
+        """Cost of a second's prefill there, by the paper's formula."""
+        return sum(1.0 / max(1, r.num_generated) for r in self.batch(instance))
+
+    # ---- growing a group -----------------------------------------------------------------------
+
+    def extend(self, group: list[int], cached: int, left: int, candidates: Iterable[int]) -> None:
+        """Add candidates to a long prefill's group while each saves a fair share of its time."""
+        lengths = [(cached, left)]
+        time_s = self._sib.prefill_s(len(group), lengths)
+        for instance in candidates:
+            with_s = self._sib.prefill_s(len(group) + 1, lengths)
+            if time_s - with_s < LEAST_EFFICIENCY * time_s / (len(group) + 1):
+                return
+            group.append(instance)
+            time_s = with_s
+
+    # ---- moving KV -----------------------------------------------------------------------------
+
+    def vacate(self, request: Request, dop: int) -> Move | None:
+        """Free an instance of its decoding requests for a long prefill that has `dop` now.
+
+        LoongServe section 4.2: the instance with the fewest used slots joins when the prefill
+        time saved exceeds the time of moving its KV; the KV goes to the decode group with most
+        room. Both per input token of the same request, so times are compared.
+        """
+        draft = self._draft
+        sources = [i for i in self.lent() if not self._is_cooling(i)]
+        if not sources or any(i.step and i.step.is_migration for i in self._instances.values()):
+            return None
+        source = max(sources, key=lambda i: (draft.free[i] - self._instances[i].slots, -i))
+        moved = [r for r in self.batch(source) if source in r.holders]
+        num_tokens = sum(self._view.tokens_on(r, source) for r in moved)
+        cost_s = self._sib.migrate_s(num_tokens)
+        lengths = [(request.kv_tokens, request.left_tokens)]
+        gain_s = self._sib.prefill_s(max(1, dop), lengths)
+        if dop:
+            gain_s -= self._sib.prefill_s(dop + 1, lengths)
+        if gain_s <= LEAST_RETURN * cost_s or cost_s > self._view.limits.max_prefill_wait_s:
+            return None
+        needed = num_tokens + sum(r.growth_tokens for r in moved if r.master == source)
+        targets = [i for i in draft.component_of if self._can_take(i, source, needed)]
+        if not moved or not targets:
+            return None
+        target = min(targets, key=lambda i: (i not in draft.idle, -draft.room(i), i))
+        reason = (
+            f"move {num_tokens:,} tokens of {plural(len(moved), 'request')} from instance "
+            f"{source} to {target}: {cost_s:.3f} s, and the prefill of {request.request_id} "
+            f"({request.left_tokens:,} tokens left) gains {gain_s:.3f} s from instance {source}"
+        )
+        return Move(StartMigrate(source, target, tuple(moved), reason), (source, target))
+
+    def consolidate(self, avoid: set[int]) -> Move | None:
+        """Draw a decode group together when its own speed pays for the move.
+
+        Only when nothing waits or prefills; then the group's instance with the least KV moves it
+        to the one with most room, if the faster steps save a multiple of the move's time over the
+        steps to be expected.
+        """
+        if not self._is_quiet:
+            return None
+        for component in self._draft.components:
+            if len(component.instances) > 1 and avoid.isdisjoint(component.instances):
+                move = self._draw_together(component)
+                if move is not None:
+                    return move
+        return None
+
+    def _draw_together(self, component: Component) -> Move | None:
+        draft, batch = self._draft, len(component.requests)
+        members = component.instances
+        if not draft.idle.issuperset(members) or any(self._is_cooling(i) for i in members):
+            return None
+        source = max(members, key=lambda i: (draft.free[i] - self._instances[i].slots, -i))
+        others = [i for i in members if i != source]
+        target = min(others, key=lambda i: (-draft.room(i), i))
+        moved = [r for r in component.requests if source in r.holders]
+        num_tokens = sum(self._view.tokens_on(r, source) for r in moved)
+        needed = num_tokens + sum(r.growth_tokens for r in moved if r.master == source)
+        if not moved or not self._can_take(target, source, needed):
+            return None
+        kv_tokens = sum(r.kv_tokens for r in component.requests)
+        wide_s, narrow_s = (
+            self._sib.decode_s(dop=dop, num_masters=1, batch=batch, kv_tokens=kv_tokens)
+            for dop in (len(members), len(members) - 1)
+        )
+        left = max(r.max_tokens - r.num_generated for r in component.requests)
+        num_steps = min(left, EXPECTED_STEPS)
+        gain_s, cost_s = (wide_s - narrow_s) * num_steps, self._sib.migrate_s(num_tokens)
+        if gain_s <= LEAST_RETURN * cost_s:
+            return None
+        reason = (
+            f"move {num_tokens:,} tokens of {plural(len(moved), 'request')} from instance "
+            f"{source} to {target}: {cost_s:.3f} s, and up to {num_steps:,} decode steps gain "
+            f"{gain_s:.3f} s from one instance less"
+        )
+        return Move(StartMigrate(source, target, tuple(moved), reason), (source, target))
+
+    def _is_cooling(self, instance: int) -> bool:
+        """A request there is in a step, or was moved a moment ago."""
+        now = self._view.now
+        return any(
+            r.step_id is not None or now - r.migrated_s < COOL_DOWN_S
+            for r in self.batch(instance)
+            if instance in r.holders
+        )
+
+    def _can_take(self, target: int, source: int, num_tokens: int) -> bool:
+        draft = self._draft
+        if target == source or target in self.pinned or target in draft.held:
+            return False
+        batch = {r.request_id for i in (target, source) for r in self.batch(i)}
+        fits = len(batch) <= self._sib.compute_bound_batch
+        return fits and draft.room(target) >= num_tokens

@@ -1,0 +1,232 @@
+"""Long prefills in elastic chunks: between two of them anything may happen to the instances.
+
+Beyond the paper. A long prompt is computed in chunks of bounded time (`sched.chunks`). KV of
+finished chunks stays where it is, so those instances are in the group of every later chunk; any
+other instance may join for one chunk and leave after it. After a chunk the decoding requests
+there get as much time as the chunk took, and short prompts one batch, before the next chunk.
+
+The best long prompt (`Dispatch.rank`) goes first. One that waits finds its first instance in this
+order: an empty one, one whose decoding requests can move, then, once it has waited for the bound,
+the one where it interrupts least. Instances that it needs but that are busy are held for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loongd.sched.allocate import Allocate
+from loongd.sched.chunks import left_s, next_chunk
+from loongd.sched.dispatch import Dispatch
+from loongd.sched.draft import Draft
+from loongd.sched.placement import place
+from loongd.sched.policy import Hold, Placed, StartMigrate, StartPrefill, View
+from loongd.sched.prefilling import choose_master, describe_kept
+from loongd.sched.request import Phase, Request
+from loongd.sched.sib import Sib
+from loongd.sched.words import name_instances
+
+
+class ElasticPrefill:
+    """One round: fills `started` and `migrations`, and holds instances in the draft.
+
+    Attributes:
+        starved: an unfinished prefill for which the whole pool has no free slot.
+    """
+
+    def __init__(
+        self, view: View, draft: Draft, sib: Sib, *, dispatch: Dispatch, allocate: Allocate
+    ) -> None:
+        self.started: list[StartPrefill] = []
+        self.migrations: list[StartMigrate] = []
+        self.starved: Request | None = None
+        self._view = view
+        self._draft = draft
+        self._sib = sib
+        self._dispatch = dispatch
+        self._allocate = allocate
+        self._bound_s = view.limits.max_prefill_wait_s
+        self._first = min(dispatch.longs, key=dispatch.rank, default=None)
+        self._unfinished = sorted(allocate.unfinished, key=dispatch.rank)
+
+    # ---- a prompt that waits -------------------------------------------------------------------
+
+    @property
+    def first(self) -> Request | None:
+        """The waiting long prompt that is next, if it goes before all unfinished ones."""
+        if self._first is None or not self._unfinished:
+            return self._first
+        rank = self._dispatch.rank
+        return self._first if rank(self._first) < rank(self._unfinished[0]) else None
+
+    def start_urgent(self) -> None:
+        """Start a prompt that was passed for long enough, or hold an instance for it."""
+        first = self._first
+        if first is None or not self._dispatch.is_urgent(first):
+            return
+        if self._start_on_empty(first):
+            return
+        instance = self._choose_for_urgent(first)
+        if instance is None:
+            return
+        if self._allocate.is_open(instance):
+            self.start(first, [instance], [])
+        else:
+            self._draft.held.add(instance)
+            self._draft.hold = Hold(first.request_id, (instance,))
+
+    def _choose_for_urgent(self, request: Request) -> int | None:
+        draft, hold = self._draft, self._view.hold
+        if hold is not None and hold.request_id == request.request_id:
+            held = hold.instances[0]
+            if draft.free.get(held, 0) > 0:
+                return held
+        choices = [i for i in draft.free if draft.free[i] > 0]
+        pinned, interruption = self._allocate.pinned, self._allocate.interruption
+        return min(choices, key=lambda i: (i in pinned, interruption(i), i), default=None)
+
+    def start(self, request: Request, group: list[int], candidates: Sequence[int]) -> None:
+        """Start the first chunk of a waiting prompt on `group` and those that pay beside it."""
+        self._allocate.extend(group, 0, request.num_tokens, candidates)
+        self._start(request, keepers=group, group=group)
+        if request is self._first:
+            self._first = None
+
+    def _start_on_empty(self, request: Request) -> bool:
+        empty = self._allocate.empty()
+        if not empty or self._draft.free[empty[0]] == 0:
+            return False
+        self.start(request, [empty[0]], empty[1:])
+        return True
+
+    def start_first(self) -> None:
+        """Find an instance for the best waiting prompt where none is empty."""
+        first = self.first
+        if first is None:
+            return
+        lent = self._allocate.lent()
+        if self._move_away(first, 0):
+            return
+        is_late = self._allocate.forced or self._dispatch.waited_s(first) >= self._bound_s
+        open_to = [i for i in lent if self._allocate.is_paid(i)] if is_late else []
+        if not self._draft.free.keys() - self._allocate.pinned:
+            open_to += self._allocate.between_chunks()
+        open_to = [i for i in open_to if self._draft.free[i] > 0]
+        if open_to:
+            self.start(first, [open_to[0]], [])
+
+    # ---- prefills that go on -------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Next chunks, best prefill first; then what is left over goes to one that waits."""
+        for request in self._unfinished:
+            if request.between_chunks:
+                self._go_on(request)
+        is_running = any(request.step_id is not None for request in self._unfinished)
+        if self._first is not None and not is_running:
+            self._start_on_empty(self._first)
+
+    def move_away(self) -> None:
+        """Let the best unfinished prefill have another instance for its next chunk, if it pays."""
+        if not self._unfinished or self.migrations:
+            return
+        best = self._unfinished[0]
+        group = set(best.holders) | set(self._allocate.empty())
+        if best.step_id is not None and best.master is not None:
+            step = self._view.instances[best.master].step
+            group |= set(step.members) if step is not None else set()
+        self._move_away(best, len(group))
+
+    def _move_away(self, request: Request, dop: int) -> bool:
+        """Move a decode group's KV now, or hold both instances until they are idle."""
+        move = self._allocate.vacate(request, dop)
+        if move is None:
+            return False
+        draft = self._draft
+        if draft.idle.issuperset(move.instances):
+            self.migrations.append(move.start)
+            draft.idle -= set(move.instances)
+        else:
+            draft.held |= set(move.instances)
+        return True
+
+    def _go_on(self, request: Request) -> None:
+        keepers = self._keepers(request)
+        if keepers is None:
+            self.starved = self.starved or request
+            return
+        draft, allocate = self._draft, self._allocate
+        if not draft.held.isdisjoint(keepers) or not all(map(allocate.is_paid, keepers)):
+            return
+        idle = draft.idle.intersection(keepers)
+        if not all(map(draft.is_prefills_turn, idle)):
+            return
+        if len(idle) < len(keepers):
+            draft.held |= set(keepers)
+            return
+        group = list(keepers)
+        others = [i for i in allocate.empty() if i not in group]
+        allocate.extend(group, request.kv_tokens, request.left_tokens, others)
+        self._start(request, keepers=keepers, group=group)
+
+    def _keepers(self, request: Request) -> list[int] | None:
+        """Its holders, and one more at a time while they lack room for the next chunk."""
+        draft = self._draft
+        draft.forget_reservation(request)
+        wanted = next_chunk(
+            self._sib,
+            len(request.holders),
+            cached=request.kv_tokens,
+            left=request.left_tokens,
+            bound_s=self._bound_s,
+        )
+        keepers = list(request.holders)
+        pinned = self._allocate.pinned
+        for space in (draft.room, draft.free.__getitem__):
+            others = sorted(
+                (i for i in draft.free if i not in keepers and space(i) > 0),
+                key=lambda i: (i in pinned, not self._allocate.is_open(i), -draft.room(i), i),
+            )
+            while others and sum(max(0, space(i)) for i in keepers) < wanted:
+                keepers.append(others.pop(0))
+            if any(space(i) > 0 for i in keepers):
+                break
+        draft.restore_reservation(request)
+        return keepers if any(draft.free[i] > 0 for i in keepers) else None
+
+    # ---- one chunk -----------------------------------------------------------------------------
+
+    def _start(self, request: Request, *, keepers: Sequence[int], group: Sequence[int]) -> None:
+        draft, dop = self._draft, len(group)
+        cached, left = request.kv_tokens, request.left_tokens
+        is_new = request.phase is Phase.WAITING
+        if not is_new:
+            draft.forget_reservation(request)
+        room = sum(max(0, draft.room(i)) for i in keepers) or sum(draft.free[i] for i in keepers)
+        chunk = min(
+            next_chunk(self._sib, dop, cached=cached, left=left, bound_s=self._bound_s), room
+        )
+        later = left - chunk + request.growth_tokens
+        keep = place(chunk, later, keepers, free=draft.free, reserved=draft.reserved)
+        placed = Placed(request, keep, choose_master(draft, keep))
+        if is_new:
+            draft.admit(placed)
+        else:
+            draft.keep(placed)
+        draft.idle -= set(group)
+        members = tuple(sorted(group))
+        reason = self._explain(placed, members, cached=cached, left=left)
+        self.started.append(StartPrefill(members, (placed,), reason))
+
+    def _explain(self, placed: Placed, members: tuple[int, ...], *, cached: int, left: int) -> str:
+        request, num_tokens, dop = placed.request, placed.num_tokens, len(members)
+        chunk_s = self._sib.prefill_s(dop, [(cached, num_tokens)])
+        all_s = left_s(self._sib, dop, cached=cached, left=left, bound_s=self._bound_s)
+        where = f"of {request.request_id} on {name_instances(members)} (DoP {dop})"
+        kept = describe_kept([placed])
+        if num_tokens == left and not cached:
+            return f"prefill {num_tokens:,} tokens {where}, predicted {chunk_s:.3f} s; {kept}"
+        return (
+            f"prefill tokens {cached:,} to {cached + num_tokens:,} of {request.num_tokens:,} "
+            f"{where}, predicted {chunk_s:.3f} s of {all_s:.3f} s left, so that others wait at "
+            f"most {self._bound_s:g} s; {kept}"
+        )

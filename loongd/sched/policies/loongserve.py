@@ -1,0 +1,229 @@
+"""LoongServe's four steps for asynchronous groups, with preemptible prefill; the default policy.
+
+Nothing here waits for all groups: the policy is asked at every event and looks at the instances
+that are idle then. Dispatch (`sched.dispatch`) admits; allocation (`sched.allocate`) ranks and
+frees instances; batching (`sched.batching`) splits prompts over empty instances; long prompts run
+in chunks (`sched.elastic`); decode takes what is left (`sched.scaling`).
+
+Order of a round: a long prompt that was passed for long enough; short prompts and the best long
+one on empty instances; short ones where they interrupt a decode group for gain; the best long
+prompt elsewhere; next chunks; decode steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loongd.sched.allocate import Allocate
+from loongd.sched.batching import Plan, Problem, best_plan
+from loongd.sched.dispatch import Dispatch
+from loongd.sched.draft import Draft
+from loongd.sched.elastic import ElasticPrefill
+from loongd.sched.policy import Decisions, StartPrefill, View
+from loongd.sched.prefilling import describe_kept, put
+from loongd.sched.request import Request
+from loongd.sched.scaling import Scaling
+from loongd.sched.sib import Sib
+from loongd.sched.words import name_instances, plural
+
+# Sizes of one dynamic programme: at most so many requests, and cells (requests x instances) or
+# the first few instances; what is left over has its turn in the next of a few.
+MAX_REQUESTS = 48
+MAX_CELLS = 400
+MIN_WINDOW = 16
+MAX_PROGRAMMES = 4
+
+
+class LoongServe:
+    """Decides from the view and the SIB's predictions alone."""
+
+    def __init__(self, sib: Sib) -> None:
+        self._sib = sib
+        # Compiles, where numba is there: not in the first request's time.
+        best_plan(Problem([1], [1], [1], [sib.prefill_coefficients(1)]))
+
+    def decide(self, view: View) -> Decisions:
+        """Everything that is to start now."""
+        decisions = _Round(view, self._sib, forced=False).run()
+        if _starts(decisions) or not all(i.step is None for i in view.instances.values()):
+            return decisions
+        return _Round(view, self._sib, forced=True).run()
+
+
+def _starts(decisions: Decisions) -> bool:
+    steps = (*decisions.migrations, *decisions.prefills, *decisions.decodes)
+    return bool(steps) or decisions.preempt is not None
+
+
+class _Round:
+    def __init__(self, view: View, sib: Sib, *, forced: bool) -> None:
+        self._view = view
+        self._sib = sib
+        self._forced = forced
+        self._draft = Draft(view)
+        self._allocate = Allocate(view, self._draft, sib, forced=forced)
+        self._dispatch = Dispatch(view, self._draft, sib)
+        self._prefills: list[StartPrefill] = []
+
+    def run(self) -> Decisions:
+        draft, dispatch = self._draft, self._dispatch
+        if self._allocate.is_any_open():
+            dispatch.admit()
+        else:
+            draft.hold = self._view.hold
+        elastic = ElasticPrefill(
+            self._view, draft, self._sib, dispatch=dispatch, allocate=self._allocate
+        )
+        elastic.start_urgent()
+        rest = self._on_empty(dispatch.shorts, elastic)
+        rest = self._on_lent(rest)
+        self._on_chunked(rest)
+        elastic.start_first()
+        elastic.go_on()
+        elastic.move_away()
+        scaling = Scaling(self._view, draft, sib=self._sib, starved=elastic.starved)
+        if not elastic.migrations:
+            move = self._allocate.consolidate(draft.held)
+            if move is not None:
+                elastic.migrations.append(move.start)
+                draft.idle -= set(move.instances)
+        decodes = scaling.run()
+        return Decisions(
+            prefills=(*self._prefills, *elastic.started),
+            decodes=tuple(decodes),
+            preempt=scaling.preempt,
+            give_ups=tuple(dispatch.give_ups),
+            hold=draft.hold,
+            wanted=tuple(scaling.wanted),
+            migrations=tuple(elastic.migrations),
+        )
+
+    # ---- short prompts -------------------------------------------------------------------------
+
+    def _on_empty(self, shorts: list[Request], elastic: ElasticPrefill) -> list[Request]:
+        """Split short prompts, and the best long one, over empty instances; those left over."""
+        for _ in range(MAX_PROGRAMMES):
+            empty = self._allocate.empty()
+            if not empty:
+                break
+            taken = self._dispatch.take(shorts, empty)[:MAX_REQUESTS]
+            first = elastic.first if len(empty) > 1 or not taken else None
+            if not taken and first is None:
+                break
+            started = self._batch(taken, first, empty, elastic)
+            if not started:
+                break
+            shorts = [request for request in shorts if request.request_id not in started]
+        return shorts
+
+    def _batch(
+        self,
+        taken: list[Request],
+        first: Request | None,
+        empty: list[int],
+        elastic: ElasticPrefill,
+    ) -> set[str]:
+        """Start the plan of one dynamic programme; ids of the requests in it."""
+        requests = taken if first is None else [*taken, first]
+        instances = empty[: max(MIN_WINDOW, MAX_CELLS // len(requests))]
+        found = self._solve(requests, first, instances)
+        if found is None:
+            return set()
+        requests, plan = found
+        started: set[str] = set()
+        for run in plan.runs:
+            members = instances[run.first_instance : run.end_instance]
+            batch = requests[run.first_request : run.end_request]
+            shorts = [request for request in batch if request is not first]
+            if shorts:
+                self._start(shorts, members, f"sum of input latencies {plan.latency:.2e} s/token")
+            elif first is not None:
+                elastic.start(first, members, ())
+            started.update(request.request_id for request in shorts or batch)
+        return started
+
+    def _solve(
+        self, requests: list[Request], first: Request | None, instances: list[int]
+    ) -> tuple[list[Request], Plan] | None:
+        """The best plan, with decode head-room or else without; the youngest go when none fits."""
+        limits, draft = self._view.limits, self._draft
+        costs = [self._sib.prefill_coefficients(w + 1) for w in range(len(instances))]
+        while requests:
+            # Longest first; equal ones in the order of the queue.
+            ordered = sorted(requests, key=lambda r: -r.num_tokens)
+            for head_room in (True, False):
+                problem = Problem(
+                    lengths=[r.num_tokens for r in ordered],
+                    needs=[
+                        1
+                        if r is first and not head_room
+                        else r.num_tokens + (r.growth_tokens if head_room else 0)
+                        for r in ordered
+                    ],
+                    slots=[max(0, draft.room(i)) for i in instances],
+                    costs=costs,
+                    share_tokens=limits.prefill_tokens_per_instance,
+                    max_batched_tokens=limits.max_num_batched_tokens,
+                )
+                plan = best_plan(problem)
+                if plan is not None:
+                    return ordered, plan
+            requests = requests[: len(requests) // 2]
+        return None
+
+    def _on_lent(self, shorts: list[Request]) -> list[Request]:
+        """Prefill where a decode group has just ended a step, if that gains more than it costs.
+
+        A prompt that has waited for the bound goes in any case, but decode keeps half the time.
+        """
+        allocate, dispatch = self._allocate, self._dispatch
+        bound_s = self._view.limits.max_prefill_wait_s
+        for instance in allocate.lent() if shorts else ():
+            taken = dispatch.take(shorts, [instance])
+            if not taken:
+                continue
+            gain, cost = dispatch.weigh(taken, allocate.batch(instance))
+            is_late = self._forced or dispatch.waited_s(taken[0]) >= bound_s
+            if gain <= cost and not (is_late and allocate.is_paid(instance)):
+                continue
+            why = f"gain {gain:.2e} against cost {cost:.2e} s/token of the decode group there"
+            if gain <= cost:
+                why += f", but {taken[0].request_id} has waited for {bound_s:g} s"
+            self._start(taken, [instance], why)
+            shorts = _without(shorts, taken)
+        return shorts
+
+    def _on_chunked(self, shorts: list[Request]) -> None:
+        """Prefill between two chunks of a long prompt, for want of another instance."""
+        bound_s = self._view.limits.max_prefill_wait_s
+        for instance in self._allocate.between_chunks() if shorts else ():
+            taken = self._dispatch.take(shorts, [instance])
+            if not taken:
+                continue
+            is_late = self._forced or self._dispatch.waited_s(taken[0]) >= bound_s
+            if self._allocate.has_other_home(taken[0].num_tokens) and not is_late:
+                continue
+            self._start(taken, [instance], "between two chunks of a long prefill")
+            shorts = _without(shorts, taken)
+
+    def _start(self, requests: Sequence[Request], group: list[int], why: str) -> None:
+        draft = self._draft
+        members = tuple(sorted(group))
+        items = tuple(put(draft, request, group) for request in requests)
+        draft.idle -= set(group)
+        names = requests[0].request_id
+        if len(requests) > 1:
+            names = f"{plural(len(requests), 'request')} ({names} first)"
+        num_tokens = sum(request.num_tokens for request in requests)
+        lengths = [(0, request.num_tokens) for request in requests]
+        time_s = self._sib.prefill_s(len(members), lengths)
+        reason = (
+            f"prefill {num_tokens:,} tokens of {names} on {name_instances(members)} (DoP "
+            f"{len(members)}), predicted {time_s:.3f} s: {why}; {describe_kept(items)}"
+        )
+        self._prefills.append(StartPrefill(members, items, reason))
+
+
+def _without(requests: list[Request], taken: list[Request]) -> list[Request]:
+    ids = {request.request_id for request in taken}
+    return [request for request in requests if request.request_id not in ids]
