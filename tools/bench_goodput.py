@@ -4,7 +4,8 @@ Modelled: see `loongd.sim.engine`; step times from etc/profiles (their `source` 
 were published and which are derived), 210,000 KV tokens per tp 2 instance and 900,000 for tp 8, the
 trace's lengths and arrivals, stretched to each rate, N = 1000 * rate. Every system is judged by the
 same SLO: TTFT <= max(25 * T(len) of sp 4 tp 2, 15 s) and TPOT <= 50 ms. The fixed systems are run
-with whole prompts (as in the paper) and several batch limits; the best one counts.
+with whole prompts (as in the paper) and several batch limits; the best one counts. `TP8 chunked`
+is not in the paper: chunks and decode steps in turn on one tp 8 instance.
 Not modelled: HTTP, tokenising, the scheduler's own time, interference between groups.
 """
 
@@ -51,6 +52,7 @@ ENTRIES = (
     Entry("TP8", "static_tp", TP8, 1, 900_000, (4096, 16384, 65536)),
     Entry("SP4TP2", "static_sp", TP2, 4, 210_000, (4096, 16384, 65536)),
     Entry("TP2x4", "replicas", TP2, 4, 210_000, (4096, 16384, 65536)),
+    Entry("TP8 chunked", "chunked", TP8, 1, 900_000, (512, 2048)),
 )
 # Requests/s, LoongServe's published notebook output.
 PAPER = {
@@ -93,8 +95,17 @@ def search(job: Job) -> tuple[Job, Goodput, float]:
     return job, find_goodput(run, guess, width=job.width), time.perf_counter() - began_s
 
 
-def describe(job: Job, found: Goodput) -> dict[str, Any]:
+def sched_sha256() -> str:
+    """Which scheduler this was: a hash of its source files in order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "loongd" / "sched").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def describe(job: Job, found: Goodput, digest: str) -> dict[str, Any]:
     return {
+        "sched_sha256": digest,
         "system": job.entry.name,
         "zipf": job.alpha,
         "max_batched_tokens": job.max_batched_tokens,
@@ -134,8 +145,12 @@ def main() -> None:
     parser.add_argument("--oracle", action="store_true", help="admission knows output lengths")
     parser.add_argument("--width", type=float, default=0.05, help="of the bracket (%(default)s)")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--with", type=Path, nargs="*", default=[], dest="earlier", help="results to join with"
+    )
     parser.add_argument("--json", type=Path, default=RESULT)
     args = parser.parse_args()
+    digest = sched_sha256()
     jobs = [
         Job(
             e, alpha, limit, args.data / f"paper_zipf{alpha}_unitpoisson.csv.gz", args.oracle, width
@@ -146,10 +161,10 @@ def main() -> None:
         for limit in e.max_batched_tokens
         for width in (args.width,)
     ]
-    searches = []
+    searches = [s for path in args.earlier for s in json.loads(path.read_text())["searches"]]
     with ProcessPoolExecutor(args.jobs) as pool:
         for job, found, took_s in pool.map(search, jobs):
-            searches.append(describe(job, found))
+            searches.append(describe(job, found, digest))
             shown = f"{found.rate_rps:.3f}" if found.rate_rps else "not found"
             print(
                 f"zipf {job.alpha} {job.entry.name} (batches up to {job.max_batched_tokens:,}): "

@@ -5,7 +5,9 @@ float32) and which one suits a device, type and head size; `select_backend` choo
 Does not know: groups, rings, requests beyond the lengths of packed spans.
 
 Shapes: q_TNH packed queries, k_TKH/v_TKH packed keys of the same spans, k_SKH the pool of one
-layer. Outputs are float32: out_TNH and lse_TN; a query with no key has lse -inf and out 0.
+layer. Outputs are out_TNH and lse_TN; a query with no key has lse -inf and out 0. They are
+float32, but for the output of a square, which may be of the type of q: the libraries that are
+fastest give no other, and a copy would cost up to a quarter of their time.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class AttentionBackend(Protocol):
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
     ) -> tuple[Tensor, Tensor]:
-        """Each span: as many keys as queries; query i sees keys 0..i."""
+        """Each span: as many keys as queries; query i sees keys 0..i. Output float32 or as q."""
 
     def over_pool(
         self, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, slots: PoolSlots, spans: Spans

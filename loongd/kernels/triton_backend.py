@@ -53,7 +53,7 @@ class FlashAttn:
     ) -> tuple[Tensor, Tensor]:
         longest = max(spans.q_lens, default=0)
         if longest == 0:
-            return _empty_state(q_TNH)
+            return _empty_state(q_TNH, q_TNH.dtype)
         out_TNH, lse_NT, *_ = self._varlen(
             q_TNH,
             k_TKH,
@@ -66,7 +66,7 @@ class FlashAttn:
             causal=True,
             return_attn_probs=True,
         )
-        return out_TNH.float(), lse_NT.transpose(0, 1).contiguous()
+        return out_TNH, lse_NT.transpose(0, 1).contiguous()
 
 
 class TritonBackend:
@@ -90,13 +90,17 @@ class TritonBackend:
     ) -> tuple[Tensor, Tensor]:
         if self._square is not None:
             return self._square.square_causal(q_TNH, k_TKH, v_TKH, spans)
-        out, lse = _empty_state(q_TNH)
+        alone = len(spans.ranges) == 1
+        least = cudnn.LEAST_SQUARE if alone else cudnn.LEAST_SQUARE_OF_MANY
+        out, lse = _empty_state(q_TNH, q_TNH.dtype)
         rest: list[Range] = []
         for q0, q1, k0, k1 in spans.ranges:
-            main = cudnn.aligned(q1 - q0, cudnn.LEAST_SQUARE) if self._use_cudnn else 0
+            main = cudnn.aligned(q1 - q0, least) if self._use_cudnn else 0
             if main:
                 q, k, v = q_TNH[q0 : q0 + main], k_TKH[k0 : k0 + main], v_TKH[k0 : k0 + main]
                 part, part_lse = cudnn.attention(q, k, v, scale=self._scale, causal=True)
+                if alone and main == len(q_TNH):
+                    return part, part_lse
                 out[q0 : q0 + main] = part
                 lse[q0 : q0 + main] = part_lse
             if q0 + main < q1:
@@ -118,7 +122,7 @@ class TritonBackend:
             return split_kv(
                 q_TNH, *pool, cu_q, spans.cu_k, scale=self._scale, max_q=max(longest, 1)
             )
-        state = _empty_state(q_TNH)
+        state = _empty_state(q_TNH, torch.float32)
         few: list[Range] = []
         many: list[Range] = []
         for i, one in enumerate(spans.ranges):
@@ -178,9 +182,9 @@ class TritonBackend:
         return [(mid, q1, k0, k1)] if mid < q1 else []
 
 
-def _empty_state(q_TNH: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_state(q_TNH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Not initialised: every row of every span is written, if only with "no key"."""
-    out = torch.empty(q_TNH.shape, dtype=torch.float32, device=q_TNH.device)
+    out = torch.empty(q_TNH.shape, dtype=dtype, device=q_TNH.device)
     return out, torch.empty(q_TNH.shape[:2], dtype=torch.float32, device=q_TNH.device)
 
 

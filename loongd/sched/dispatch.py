@@ -5,9 +5,11 @@ and admitted requests may still grow to leaves room for it. Order: two kinds may
 - While the first request without room waits, short ones behind it may start if room for it
   remains once every request older than it has ended. So it waits for those at most, never for
   who passed; after `max_passes` of them nobody passes any more.
-- A long prompt that has room but no instance is passed by short ones, and by longer-waiting or
-  cheaper long ones (least predicted time x length first), until it has waited `URGENT_WAITS`
-  times the configured bound: then an instance is held for it.
+- A long prompt that has room but no instance is passed by short ones, and by cheaper long ones
+  (least predicted time x length first), until it has waited `URGENT_WAITS` times the configured
+  bound or its own prefill time on one instance, whichever is longer: then an instance is held
+  for it, and such prompts go in order of arrival. (A bound in seconds alone would turn every
+  overload into first come, first served, where a document waits for a library.)
 
 A prompt is short when one instance computes it within the bound and one has room for it.
 """

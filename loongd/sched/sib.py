@@ -224,6 +224,7 @@ def _mix_decode(
         alpha_s=_mix(left.alpha_s, right.alpha_s, share),
         request_s=_mix(left.request_s, right.request_s, share),
         kv_token_s=_mix(left.kv_token_s, right.kv_token_s, share),
+        many_s=_mix(left.many_s, right.many_s, share),
         over_s=_mix(left.over_s, right.over_s, share),
         knee=_mix(left.knee, right.knee, share),
         floor_s=_mix(left.floor_s, right.floor_s, share),

@@ -28,8 +28,11 @@ Floats = npt.NDArray[np.float64]
 _AT_FLOOR = 1.15
 """Steps within 15 % of the shortest may be held up by the floor, not by their work."""
 _MAX_UNKNOWNS = 6
-_KNEE_POINTS = 8
+_SHAPE_POINTS = 8
 """Fewer points would take any knee for a good one."""
+_MUST_SAVE = 0.9
+"""A knee must earn its keep: noise alone would choose one for less."""
+_NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +121,19 @@ def fit_decode(dop: int, num_masters: int, points: Sequence[DecodePoint]) -> Dec
     kv = np.array([point.kv_tokens / dop for point in points], dtype=np.float64)
     times = _times([point.elapsed_s for point in points])
     best: tuple[float, DecodeCoefficients, Floats] | None = None
-    knees = sorted(set(busiest.tolist()))[1:-1] if len(points) >= _KNEE_POINTS else []
-    for knee in (0.0, *knees):
+    for knee, has_many in _shapes(busiest):
         over = np.maximum(0.0, busiest - knee) if knee else np.zeros_like(busiest)
-        features = np.stack([np.ones_like(busiest), busiest, kv, over], axis=1)
+        many = np.where(busiest > 1, float(has_many), 0.0)
+        features = np.stack([np.ones_like(busiest), busiest, kv, over, many], axis=1)
         x, floor_s, predicted = _fit(features, times)
         cost = _cost(predicted, times)
-        # A knee must earn its keep, or noise would choose one.
-        if best is None or cost < 0.9 * best[0]:
+        if best is None or cost + _NEGLIGIBLE < _MUST_SAVE * best[0]:
             found = DecodeCoefficients(
                 alpha_s=_readable(x[0]),
                 request_s=_readable(x[1]),
                 kv_token_s=_readable(x[2]),
                 over_s=_readable(x[3]),
+                many_s=_readable(x[4]),
                 knee=knee,
                 floor_s=_readable(floor_s),
             )
@@ -146,13 +149,22 @@ def fit_decode(dop: int, num_masters: int, points: Sequence[DecodePoint]) -> Dec
     )
 
 
+def _shapes(busiest: Floats) -> list[tuple[float, bool]]:
+    """(knee, whether a second request costs extra) to try, the simplest first."""
+    if len(busiest) < _SHAPE_POINTS:
+        return [(0.0, False)]
+    # With a knee at two, the extra cost of the second request could not be told from the rest.
+    knees = [b for b in sorted(set(busiest.tolist()))[1:-1] if b > 2]
+    return [(0.0, False), (0.0, True), *((knee, True) for knee in knees)]
+
+
 def compute_bound_batch(coefficients: DecodeCoefficients) -> int:
     """Requests per master at which what they cost together reaches what a step costs anyway.
 
     On a roofline that is where arithmetic takes as long as reading the weights.
     """
     each = coefficients.request_s + coefficients.over_s
-    fixed = max(coefficients.alpha_s, coefficients.floor_s)
+    fixed = max(coefficients.alpha_s + coefficients.many_s, coefficients.floor_s)
     return max(1, round(fixed / each)) if each > 0 else 1 << 30
 
 

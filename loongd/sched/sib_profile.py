@@ -9,9 +9,10 @@ Prefill, for one degree of parallelism:
             + gamma * sum((cached + new)^2 - cached^2))
 Decode, for one (dop, masters), with b = ceil(batch / masters) requests of the busiest master
 and k = kv_tokens / dop tokens read by each member:
-    T = max(floor, alpha + request * b + over * max(0, b - knee) + kv_token * k)
-`over` is what a request costs once the linear layers are bound by arithmetic, not by reading the
-weights; `alpha` holds that reading, launches and the latency of the exchanges.
+    T = max(floor, alpha + request * b + many * [b > 1] + over * max(0, b - knee) + kv_token * k)
+`many` is what products of matrices cost more than those of a matrix and a vector; `over` is what
+a request costs once the linear layers are bound by arithmetic, not by reading the weights; `alpha`
+holds that reading, launches and the latency of the exchanges.
 All coefficients are seconds and not negative, so no prediction falls when work is added.
 """
 
@@ -64,6 +65,7 @@ class DecodeCoefficients(msgspec.Struct, frozen=True, kw_only=True):
     alpha_s: float
     request_s: float
     kv_token_s: float
+    many_s: float = 0.0
     over_s: float = 0.0
     knee: float = 0.0
     floor_s: float = 0.0
@@ -75,6 +77,7 @@ class DecodeCoefficients(msgspec.Struct, frozen=True, kw_only=True):
             self.floor_s,
             self.alpha_s
             + self.request_s * busiest
+            + (self.many_s if busiest > 1 else 0.0)
             + self.over_s * max(0.0, busiest - self.knee)
             + self.kv_token_s * kv_tokens / dop,
         )

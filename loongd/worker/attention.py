@@ -42,6 +42,7 @@ class _State:
             device = self._like.device
             self._out = torch.zeros(self._like.shape, dtype=torch.float32, device=device)
             self._lse = torch.full(self._like.shape[:2], -torch.inf, device=device)
+        self._out = self._out.float()  # the first part, a square, may be of the type of q
         if isinstance(rows, slice):
             merge_state_(self._out[rows], self._lse[rows], out, lse)
         else:

@@ -36,7 +36,7 @@ def small_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         return reference.extend(q_TNH, k_TKH, v_TKH, None, one, scale=scale, causal=causal)
 
     monkeypatch.setattr(cudnn, "attention", attention)
-    for name in ("LEAST_SQUARE", "LEAST_QUERIES", "LEAST_KEYS"):
+    for name in ("LEAST_SQUARE", "LEAST_SQUARE_OF_MANY", "LEAST_QUERIES", "LEAST_KEYS"):
         monkeypatch.setattr(cudnn, name, 64)
     monkeypatch.setattr(cudnn, "_STEP", 64)
     monkeypatch.setattr(triton_backend, "_GATHERED_TOKENS", 128)
@@ -101,6 +101,24 @@ def test_square_causal(
     assert_close(lse, expected[1], FULL)
     long = [(128, 128, True), (64, 64, True)] if max(lens) >= 64 and use_cudnn else []
     assert small_cudnn == long
+
+
+def test_square_in_the_type_of_queries(
+    device: torch.device, small_cudnn: list[tuple[int, int, bool]]
+) -> None:
+    """No copy to float32: a library's result as it is, and odd rows written beside it."""
+    for lens in ((128,), (100,), (64, 5)):
+        p = make_problem(lens, lens, heads=(4, 2), head_dim=64, dtype=torch.float16, device=device)
+        k, v = p.k[p.slots], p.v[p.slots]
+        backend = TritonBackend(p.scale, use_cudnn=True)
+        with poisoned():
+            out, lse = backend.square_causal(p.q, k, v, Spans(lens, lens, device))
+        doubled = (x.double().cpu() for x in (p.q, k, v))
+        expected = reference.extend(*doubled, None, p.ranges, scale=p.scale, causal=True)
+        assert_close(out, expected[0], torch.float16)
+        assert_close(lse, expected[1], torch.float16)
+        assert lens == (128,) or out.dtype == torch.float16
+    assert small_cudnn == [(128, 128, True), (64, 64, True), (64, 64, True)]
 
 
 def test_names() -> None:

@@ -145,7 +145,7 @@ def test_sizes_stay_inside_what_is_asked() -> None:
         block = max(longest * 3 // 4 // 16, 1)
         seen = grid.prefill_sizes(longest, block)
         assert len(seen) == len(set(seen))
-        assert max(new for items in seen for _, new in items) == longest
+        assert 0.8 * longest <= max(new for items in seen for _, new in items) <= longest
         for items in grid.unseen_prefills(longest, block, seed=1, count=30):
             assert all(cached % block == 0 for cached, _ in items)
             assert sum(new for _, new in items) <= max(longest, 16)

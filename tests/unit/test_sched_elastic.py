@@ -277,7 +277,7 @@ def test_a_wide_group_is_drawn_together_when_room_returns():
     world.run()
     assert world.decodes("wide")[0].members == (0, 1)
     (move,) = world.moves()
-    assert move.num_tokens < 100
+    assert move.num_tokens < 200, "the smaller part moves"
     assert world.decodes("wide")[-1].members == (move.target,)
     (reason,) = [r for r in world.reasons if r.startswith("move")]
     assert "up to 256 decode steps gain" in reason

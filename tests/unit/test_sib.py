@@ -120,6 +120,12 @@ def test_arithmetic_takes_over_beyond_the_knee() -> None:
     assert one.time_s(dop=1, num_masters=1, batch=20, kv_tokens=0) == pytest.approx(2.0)
 
 
+def test_a_master_pays_once_for_having_more_than_one_request() -> None:
+    one = DecodeCoefficients(alpha_s=1.0, request_s=0.1, kv_token_s=0.0, many_s=0.5)
+    times = [one.time_s(dop=2, num_masters=2, batch=b, kv_tokens=0) for b in (1, 2, 3, 5)]
+    assert times == pytest.approx([1.1, 1.1, 1.7, 1.8])
+
+
 def test_reach_says_how_far_a_prediction_is_extrapolated() -> None:
     sib = Sib(profile())
     assert sib.prefill_reach(1, [(0, 1000)]) == 1.0

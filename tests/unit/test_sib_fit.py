@@ -102,6 +102,13 @@ def decode_points(truth: DecodeCoefficients, dop: int, masters: int) -> list[Dec
     return points
 
 
+def test_the_step_from_one_request_to_two_is_found() -> None:
+    truth = DecodeCoefficients(alpha_s=0.05, request_s=4e-3, kv_token_s=1e-6, many_s=0.04)
+    fit = fit_decode(1, 1, decode_points(truth, 1, 1))
+    assert fit.coefficients.many_s == pytest.approx(0.04)
+    assert fit.coefficients.alpha_s == pytest.approx(0.05)
+
+
 @pytest.mark.parametrize(("dop", "masters"), [(1, 1), (2, 1), (4, 4)])
 def test_planted_decode_coefficients_are_found(dop: int, masters: int) -> None:
     truth = DecodeCoefficients(alpha_s=0.004, request_s=2e-5, kv_token_s=1.2e-7)

@@ -81,7 +81,8 @@ def extend(
         ranges: (first query, end, first key, end) of each span, known on the host.
         scale: factor of the scores.
         causal: the last query sees all keys of its span, each earlier one sees one less.
-        out: contiguous float32 out_TNH and lse_TN to write the spans' rows into; new by default.
+        out: contiguous out_TNH (any float type) and float32 lse_TN to write the spans' rows into;
+            new and float32 by default.
         tiling: sizes of the launch; by default those measured best.
     """
     group = q_TNH.shape[1] // k_SKH.shape[1]
