@@ -67,15 +67,14 @@ def profile(answer: Json) -> str:
             f"dop {fit['dop']:<4} {step:<10} {seconds(c.get('item_s', 0.0)):<12} "
             f"{seconds(c['beta_s'] * 1e3):<14} {seconds(c['gamma_s'] * 1e6):<11} {_error(fit)}"
         )
-    rows += ["", "DECODE   MASTERS  OF 1      OF MORE   PER REQUEST  PER 1K KV  MEAN ERR  WORST"]
+    rows += ["", "DECODE   MASTERS  STEP       PER REQUEST  PER 1K KV TOKENS  MEAN ERR  WORST"]
     for fit in one["decode"]:
         c = fit["coefficients"]
-        first = max(c["alpha_s"], c.get("floor_s", 0.0))
-        more = max(c["alpha_s"] + c.get("many_s", 0.0), c.get("floor_s", 0.0))
+        step = seconds(max(c["alpha_s"], c.get("floor_s", 0.0)))
+        each = c["request_s"] + c.get("over_s", 0.0)
         rows.append(
-            f"dop {fit['dop']:<4} {fit['num_masters']:<8} {seconds(first):<9} {seconds(more):<9} "
-            f"{seconds(c['request_s'] or c.get('over_s', 0.0)):<12} "
-            f"{seconds(c['kv_token_s'] * 1e3):<10} {_error(fit)}"
+            f"dop {fit['dop']:<4} {fit['num_masters']:<8} {step:<10} {seconds(each):<12} "
+            f"{seconds(c['kv_token_s'] * 1e3):<17} {_error(fit)}"
         )
     rows += ["", f"compute-bound from {one['compute_bound_batch']:,} requests a master"]
     if answer.get("path"):

@@ -15,6 +15,8 @@ from loongd.profiling.bench import NUM_BLOCKS
 Items = tuple[tuple[int, int], ...]
 _MIN_TOKENS = 16
 _MIN_ROUNDS = 3
+_BATCHES = (1, 2, 3, 5, 7, 8, 12, 15, 16, 23, 31, 32, 47, 64, 95, 128, 191, 256, 383, 512)
+"""Requests of one master; some are powers of two, for those run faster than their neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,12 @@ def _uneven(tokens: int) -> int:
     return max(tokens - tokens // 16 - 1, _MIN_TOKENS - 1)
 
 
-def decode_sizes(max_batch: int) -> list[DecodeSize]:
-    """Batches from 1 to `max_batch` over little KV and over much."""
-    batches = [b for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if b <= max_batch]
+def decode_sizes(max_batch: int, num_masters: int) -> list[DecodeSize]:
+    """Batches from 1 to `max_batch`, shared by the masters, over little KV and over much."""
+    batches = sorted({b * num_masters for b in _BATCHES if b * num_masters <= max_batch} | {1})
     sizes = [DecodeSize(batch, 1) for batch in batches]
-    sizes += [DecodeSize(batch, 4) for batch in batches if 1 < batch <= 16]
-    sizes += [DecodeSize(batch, NUM_BLOCKS) for batch in batches if batch <= 8]
+    sizes += [DecodeSize(batch, blocks) for batch in (1, 3, 8) for blocks in (4, NUM_BLOCKS)]
+    sizes.append(DecodeSize(16, 8))
     return sizes
 
 

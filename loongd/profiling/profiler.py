@@ -174,7 +174,7 @@ class _Session:
         prefill.append(fit_prefill(dop, points))
         masters = _masters(dop)
         for number, num_masters in enumerate(masters):
-            batches = grid.decode_sizes(self._effort.max_batch)
+            batches = grid.decode_sizes(self._effort.max_batch, num_masters)
             jobs = [self._decode_job(size, num_masters) for size in batches]
             async for done in self._repeat(jobs):
                 at = 0.7 + 0.3 * (number + done) / len(masters)

@@ -182,6 +182,7 @@ def _between_prefill(fits: Sequence[PrefillFit], dop: int) -> Coefficients:
         beta_s=per_token(left.beta_s, right.beta_s),
         gamma_s=per_token(left.gamma_s, right.gamma_s),
         item_s=_mix(left.item_s, right.item_s, share),
+        many_s=_mix(left.many_s, right.many_s, share),
         floor_s=_mix(left.floor_s, right.floor_s, share),
     )
 
@@ -220,12 +221,13 @@ def _mix_decode(
 ) -> DecodeCoefficients:
     if left is right or share == 0.0:
         return left
+    batches = sorted({b for one in (left, right) for b, _ in one.steps})
     return DecodeCoefficients(
         alpha_s=_mix(left.alpha_s, right.alpha_s, share),
         request_s=_mix(left.request_s, right.request_s, share),
         kv_token_s=_mix(left.kv_token_s, right.kv_token_s, share),
-        many_s=_mix(left.many_s, right.many_s, share),
         over_s=_mix(left.over_s, right.over_s, share),
         knee=_mix(left.knee, right.knee, share),
+        steps=tuple((b, _mix(left.extra_s(b), right.extra_s(b), share)) for b in batches),
         floor_s=_mix(left.floor_s, right.floor_s, share),
     )

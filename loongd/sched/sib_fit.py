@@ -28,10 +28,12 @@ Floats = npt.NDArray[np.float64]
 _AT_FLOOR = 1.15
 """Steps within 15 % of the shortest may be held up by the floor, not by their work."""
 _MAX_UNKNOWNS = 6
-_SHAPE_POINTS = 8
-"""Fewer points would take any knee for a good one."""
-_MUST_SAVE = 0.9
-"""A knee must earn its keep: noise alone would choose one for less."""
+_STEPS_POINTS = 8
+_STEPS_BATCHES = 5
+"""Fewer are better followed by a line."""
+_MUST_SAVE = 0.7
+"""Steps follow noise too: they must be better than a line by more than that."""
+_BISECTIONS = 80
 _NEGLIGIBLE = 1e-6
 
 
@@ -43,11 +45,12 @@ class PrefillPoint:
     elapsed_s: float
 
     @property
-    def features(self) -> tuple[float, float, float, float]:
-        """1, requests, new tokens, squared tokens."""
+    def features(self) -> tuple[float, float, float, float, float]:
+        """1, requests, new tokens, squared tokens, whether there are several requests."""
         new = sum(count for _, count in self.items)
         square = sum(count * (count + 2 * cached) for cached, count in self.items)
-        return (1.0, float(len(self.items)), float(new), float(square))
+        several = float(len(self.items) > 1)
+        return (1.0, float(len(self.items)), float(new), float(square), several)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,72 +93,107 @@ def fit_prefill(dop: int, points: Sequence[PrefillPoint]) -> PrefillFit:
     """Non-negative prefill coefficients of one dop. Raises ValueError without enough points."""
     features = np.array([point.features for point in points], dtype=np.float64)
     times = _times([point.elapsed_s for point in points])
-    max_items = int(features[:, 1].max())
-    if (features[:, 1] == max_items).all():
-        features[:, 1] = 0.0  # what all steps have in common is alpha's
-
-    def build(x: Floats, floor_s: float) -> Coefficients:
-        return Coefficients(
-            alpha_s=_readable(x[0]),
-            item_s=_readable(x[1]),
-            beta_s=_readable(x[2]),
-            gamma_s=_readable(x[3]),
-            floor_s=_readable(floor_s),
-        )
-
+    counts = set(features[:, 1].tolist())
+    # What all steps have in common is alpha's; and few points would take anything for a jump.
+    features[:, 1] *= len(counts) > 1
+    features[:, 4] *= len(counts) > 2 and len(points) >= _STEPS_POINTS
     x, floor_s, predicted = _fit(features, times)
+    coefficients = Coefficients(
+        alpha_s=_readable(x[0]),
+        item_s=_readable(x[1]),
+        beta_s=_readable(x[2]),
+        gamma_s=_readable(x[3]),
+        many_s=_readable(x[4]),
+        floor_s=_readable(floor_s),
+    )
     return PrefillFit(
         dop=dop,
-        coefficients=build(x, floor_s),
+        coefficients=coefficients,
         max_tokens=int(features[:, 2].max()),
         max_square=int(features[:, 3].max()),
-        max_items=max_items,
+        max_items=int(max(counts)),
         error=error_of(predicted, times),
     )
 
 
 def fit_decode(dop: int, num_masters: int, points: Sequence[DecodePoint]) -> DecodeFit:
-    """Non-negative decode coefficients of one (dop, masters), with the best knee among the
-    measured batches. Raises ValueError without enough points."""
-    busiest = np.array([ceil(point.batch / num_masters) for point in points], dtype=np.float64)
+    """Non-negative decode coefficients of one (dop, masters): a line in the requests of the busiest
+    master, or steps where enough batches were measured. Raises ValueError without enough points."""
+    busiest = np.array([ceil(point.batch / num_masters) for point in points], dtype=np.int64)
     kv = np.array([point.kv_tokens / dop for point in points], dtype=np.float64)
     times = _times([point.elapsed_s for point in points])
-    best: tuple[float, DecodeCoefficients, Floats] | None = None
-    for knee, has_many in _shapes(busiest):
-        over = np.maximum(0.0, busiest - knee) if knee else np.zeros_like(busiest)
-        many = np.where(busiest > 1, float(has_many), 0.0)
-        features = np.stack([np.ones_like(busiest), busiest, kv, over, many], axis=1)
-        x, floor_s, predicted = _fit(features, times)
-        cost = _cost(predicted, times)
-        if best is None or cost + _NEGLIGIBLE < _MUST_SAVE * best[0]:
-            found = DecodeCoefficients(
-                alpha_s=_readable(x[0]),
-                request_s=_readable(x[1]),
-                kv_token_s=_readable(x[2]),
-                over_s=_readable(x[3]),
-                many_s=_readable(x[4]),
-                knee=knee,
-                floor_s=_readable(floor_s),
-            )
-            best = (cost, found, predicted)
-    assert best is not None
+    x, floor_s, predicted = _fit(np.stack([np.ones_like(kv), busiest, kv], axis=1), times)
+    coefficients = DecodeCoefficients(
+        alpha_s=_readable(x[0]),
+        request_s=_readable(x[1]),
+        kv_token_s=_readable(x[2]),
+        floor_s=_readable(floor_s),
+    )
+    if len(points) >= _STEPS_POINTS and len(set(busiest.tolist())) >= _STEPS_BATCHES:
+        stepped = _fit_steps(busiest, kv, times)
+        found = np.array([stepped.alpha_s + stepped.extra_s(int(b)) for b in busiest])
+        found += stepped.kv_token_s * kv
+        if _cost(found, times) + _NEGLIGIBLE < _MUST_SAVE * _cost(predicted, times):
+            coefficients, predicted = stepped, found
     return DecodeFit(
         dop=dop,
         num_masters=num_masters,
-        coefficients=best[1],
+        coefficients=coefficients,
         max_batch=max(point.batch for point in points),
         max_kv_tokens=max(point.kv_tokens for point in points),
-        error=error_of(best[2], times),
+        error=error_of(predicted, times),
     )
 
 
-def _shapes(busiest: Floats) -> list[tuple[float, bool]]:
-    """(knee, whether a second request costs extra) to try, the simplest first."""
-    if len(busiest) < _SHAPE_POINTS:
-        return [(0.0, False)]
-    # With a knee at two, the extra cost of the second request could not be told from the rest.
-    knees = [b for b in sorted(set(busiest.tolist()))[1:-1] if b > 2]
-    return [(0.0, False), (0.0, True), *((knee, True) for knee in knees)]
+def _fit_steps(busiest: npt.NDArray[np.int64], kv: Floats, times: Floats) -> DecodeCoefficients:
+    """The best cost of a KV token, with the best non-falling times of each batch beside it.
+
+    Both together minimise the squared relative errors: given the cost of a token, the times are an
+    isotonic regression, and what is left of the errors is convex in the cost.
+    """
+    low, high = 0.0, float((times / np.maximum(kv, 1.0)).min())
+    for _ in range(_BISECTIONS):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        if _steps_cost(busiest, kv, times, left) <= _steps_cost(busiest, kv, times, right):
+            high = right
+        else:
+            low = left
+    batches, levels = _levels(busiest, kv, times, low)
+    late = int(np.searchsorted(batches, batches[-1] / 4))
+    rise = (levels[-1] - levels[late]) / (batches[-1] - batches[late])
+    extras = (levels - levels[0]).tolist()
+    return DecodeCoefficients(
+        alpha_s=_readable(levels[0]),
+        request_s=_readable(rise),
+        kv_token_s=_readable(low),
+        steps=tuple((b, _readable(s)) for b, s in zip(batches.tolist(), extras, strict=True)),
+    )
+
+
+def _steps_cost(
+    busiest: npt.NDArray[np.int64], kv: Floats, times: Floats, kv_token_s: float
+) -> float:
+    batches, levels = _levels(busiest, kv, times, kv_token_s)
+    return _cost(levels[np.searchsorted(batches, busiest)] + kv_token_s * kv, times)
+
+
+def _levels(
+    busiest: npt.NDArray[np.int64], kv: Floats, times: Floats, kv_token_s: float
+) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Each batch and its time without KV, never falling (pool adjacent violators)."""
+    batches = np.unique(busiest)
+    blocks: list[tuple[float, float, int]] = []  # level, weight, batches
+    for batch in batches:
+        here = busiest == batch
+        weights = 1 / np.square(times[here])
+        total = float(weights.sum())
+        level = float((weights * (times[here] - kv_token_s * kv[here])).sum()) / total
+        blocks.append((max(level, 0.0), total, 1))
+        while len(blocks) > 1 and blocks[-1][0] < blocks[-2][0]:
+            (a, weight_a, count_a), (b, weight_b, count_b) = blocks[-2:]
+            weight = weight_a + weight_b
+            blocks[-2:] = [((a * weight_a + b * weight_b) / weight, weight, count_a + count_b)]
+    return batches, np.repeat([b[0] for b in blocks], [b[2] for b in blocks])
 
 
 def compute_bound_batch(coefficients: DecodeCoefficients) -> int:
@@ -164,7 +202,7 @@ def compute_bound_batch(coefficients: DecodeCoefficients) -> int:
     On a roofline that is where arithmetic takes as long as reading the weights.
     """
     each = coefficients.request_s + coefficients.over_s
-    fixed = max(coefficients.alpha_s + coefficients.many_s, coefficients.floor_s)
+    fixed = max(coefficients.alpha_s, coefficients.floor_s)
     return max(1, round(fixed / each)) if each > 0 else 1 << 30
 
 

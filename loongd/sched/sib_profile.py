@@ -5,21 +5,26 @@ good the fit was. Does not know: how coefficients are measured (`loongd.profilin
 (`sched.sib_fit`) or used (`sched.sib`).
 
 Prefill, for one degree of parallelism:
-    T = max(floor, alpha + item * requests + beta * sum(new)
+    T = max(floor, alpha + item * requests + many * [requests > 1] + beta * sum(new)
             + gamma * sum((cached + new)^2 - cached^2))
 Decode, for one (dop, masters), with b = ceil(batch / masters) requests of the busiest master
 and k = kv_tokens / dop tokens read by each member:
-    T = max(floor, alpha + request * b + many * [b > 1] + over * max(0, b - knee) + kv_token * k)
-`many` is what products of matrices cost more than those of a matrix and a vector; `over` is what
-a request costs once the linear layers are bound by arithmetic, not by reading the weights; `alpha`
-holds that reading, launches and the latency of the exchanges.
+    T = max(floor, alpha + extra(b) + kv_token * k)
+`many` is what the output head costs more for several rows than for one, a product of matrices
+instead of a matrix and a vector. `extra` is a line with a knee, beyond which the linear layers are
+bound by arithmetic and not by reading the weights: request * b + over * max(0, b - knee); or, where
+enough batches were measured, linear between `steps`, for products of few rows take times that no
+line follows (on a CPU 15 rows more than 16). `alpha` holds the weights' reading, launches and the
+latency of the exchanges.
 All coefficients are seconds and not negative, so no prediction falls when work is added.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from math import ceil
+from operator import itemgetter
 
 import msgspec
 
@@ -35,6 +40,7 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
     beta_s: float
     gamma_s: float
     item_s: float = 0.0
+    many_s: float = 0.0
     floor_s: float = 0.0
 
     def time_s(self, items: Sequence[tuple[int, int]]) -> float:
@@ -45,7 +51,11 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
             square += count * (count + 2 * cached)
         return max(
             self.floor_s,
-            self.alpha_s + self.item_s * len(items) + self.beta_s * new + self.gamma_s * square,
+            self.alpha_s
+            + self.item_s * len(items)
+            + (self.many_s if len(items) > 1 else 0.0)
+            + self.beta_s * new
+            + self.gamma_s * square,
         )
 
     def scaled(self, factor: float) -> Coefficients:
@@ -55,32 +65,46 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
             beta_s=self.beta_s * factor,
             gamma_s=self.gamma_s * factor,
             item_s=self.item_s * factor,
+            many_s=self.many_s * factor,
             floor_s=self.floor_s * factor,
         )
 
 
 class DecodeCoefficients(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode time of one (dop, masters); the module says what each coefficient means."""
+    """Decode time of one (dop, masters); the module says what each coefficient means.
+
+    `steps` are (requests of the busiest master, extra seconds), both ascending; beyond the last
+    each request costs `request_s` more.
+    """
 
     alpha_s: float
     request_s: float
     kv_token_s: float
-    many_s: float = 0.0
     over_s: float = 0.0
     knee: float = 0.0
     floor_s: float = 0.0
+    steps: tuple[tuple[int, float], ...] = ()
 
     def time_s(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
         """Seconds of one step of `batch` requests that read `kv_tokens` altogether."""
         busiest = ceil(batch / num_masters)
-        return max(
-            self.floor_s,
-            self.alpha_s
-            + self.request_s * busiest
-            + (self.many_s if busiest > 1 else 0.0)
-            + self.over_s * max(0.0, busiest - self.knee)
-            + self.kv_token_s * kv_tokens / dop,
-        )
+        work_s = self.extra_s(busiest) + self.kv_token_s * kv_tokens / dop
+        return max(self.floor_s, self.alpha_s + work_s)
+
+    def extra_s(self, requests: int) -> float:
+        """Seconds that so many requests of one master add to `alpha_s`."""
+        steps = self.steps
+        if not steps:
+            over = self.over_s * max(0.0, requests - self.knee)
+            return self.request_s * requests + over
+        at = bisect_left(steps, requests, key=itemgetter(0))
+        if at == len(steps):
+            return steps[-1][1] + self.request_s * (requests - steps[-1][0])
+        high, high_s = steps[at]
+        if at == 0 or high == requests:
+            return high_s
+        low, low_s = steps[at - 1]
+        return low_s + (high_s - low_s) * (requests - low) / (high - low)
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +203,8 @@ def parse_profile(data: str | bytes, *, where: str) -> Profile:
     fits: tuple[PrefillFit | DecodeFit, ...] = (*profile.prefill, *profile.decode)
     for fit in fits:
         numbers = msgspec.structs.asdict(fit.coefficients)
+        steps = numbers.pop("steps", ())
+        numbers |= {f"steps at {requests}": extra_s for requests, extra_s in steps}
         bad = [name for name, value in numbers.items() if not 0 <= value < float("inf")]
         if bad or fit.dop < 1:
             raise ConfigError(f"{where}: {bad or 'dop'} of dop {fit.dop} must not be negative")

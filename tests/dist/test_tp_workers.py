@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loongd.errors import WorkerError
 from loongd.pool import WorkerLost, WorkerPool
+from loongd.vigil import Vigil
 from loongd.wire import (
     Audit,
     AuditRequest,
@@ -139,7 +140,12 @@ def serve(reference: tuple[Path, LlamaForCausalLM], tmp_path: Path) -> Serve:
             )
             for rank in range(world)
         ]
-        pool = WorkerPool(runtime_dir=tmp_path, startup_timeout_s=60, log_level="warning")
+        pool = WorkerPool(
+            runtime_dir=tmp_path,
+            startup_timeout_s=60,
+            vigil=Vigil(silence_s=30, stall_s=60),
+            log_level="warning",
+        )
         try:
             ready = await pool.start(starts, lambda instance, stage, fraction: None)
             yield Cluster(pool, ready)

@@ -120,10 +120,29 @@ def test_arithmetic_takes_over_beyond_the_knee() -> None:
     assert one.time_s(dop=1, num_masters=1, batch=20, kv_tokens=0) == pytest.approx(2.0)
 
 
-def test_a_master_pays_once_for_having_more_than_one_request() -> None:
-    one = DecodeCoefficients(alpha_s=1.0, request_s=0.1, kv_token_s=0.0, many_s=0.5)
-    times = [one.time_s(dop=2, num_masters=2, batch=b, kv_tokens=0) for b in (1, 2, 3, 5)]
-    assert times == pytest.approx([1.1, 1.1, 1.7, 1.8])
+def test_steps_are_followed_and_continued() -> None:
+    one = DecodeCoefficients(
+        alpha_s=1.0, request_s=0.1, kv_token_s=0.0, steps=((1, 0.0), (2, 0.5), (6, 0.7))
+    )
+    times = [one.time_s(dop=1, num_masters=1, batch=b, kv_tokens=0) for b in (1, 2, 4, 6, 8)]
+    assert times == pytest.approx([1.0, 1.5, 1.6, 1.7, 1.9])
+    assert one.time_s(dop=2, num_masters=2, batch=3, kv_tokens=0) == 1.5
+
+
+def test_several_requests_cost_once_more_than_one() -> None:
+    one = Coefficients(alpha_s=1.0, beta_s=0.0, gamma_s=0.0, item_s=0.1, many_s=0.5)
+    assert [one.time_s([(0, 1)] * n) for n in (1, 2, 3)] == pytest.approx([1.1, 1.7, 1.8])
+
+
+def test_degrees_between_mix_steps_with_lines() -> None:
+    line = decode_fit(1, 1, 0.010, 1e-3)
+    stepped = DecodeCoefficients(
+        alpha_s=0.030, request_s=2e-3, kv_token_s=1e-6, steps=((1, 0.0), (4, 0.010))
+    )
+    fits = [line, msgspec.structs.replace(decode_fit(3, 1, 0, 0), coefficients=stepped)]
+    sib = Sib(msgspec.structs.replace(profile(), decode=fits))
+    found = sib.decode_s(dop=2, num_masters=1, batch=4, kv_tokens=0)
+    assert found == pytest.approx((0.014 + 0.040) / 2)
 
 
 def test_reach_says_how_far_a_prediction_is_extrapolated() -> None:
