@@ -8,9 +8,7 @@ Does not know: argparse, files, the environment itself; callers hand in plain va
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
-from fractions import Fraction
 from math import isfinite
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -19,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from loongd.errors import ConfigError
+from loongd.sizes import parse_size
 
 ENV_PREFIX = "LOONGD_"
 ENV_CONFIG = "LOONGD_CONFIG"
@@ -80,9 +79,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Meta(description="File of loongctl profile to predict from; default: one that matches."),
     ] = None
     policy: Annotated[
-        Literal["loongserve", "fcfs"],
-        Meta(description="Scheduling policy; fcfs is simpler and does not chunk long prompts."),
-    ] = "loongserve"
+        Literal["fcfs", "loongserve"],
+        Meta(description="Scheduling policy; loongserve weighs predicted times and chunks."),
+    ] = "fcfs"
     max_prefill_wait: Annotated[
         Seconds,
         Meta(description="Seconds that a chunk of a long prompt may take, so that others get in."),
@@ -323,28 +322,6 @@ def check(config: Config) -> None:
             f"max_model_len is {config.max_model_len} tokens, but the pool holds only {pool} "
             f"({config.instances} instances x {config.kv_pool_tokens} kv_pool_tokens)"
         )
-
-
-def parse_size(text: str) -> int:
-    """A whole number with an optional suffix, by vLLM's rule: small is decimal, large is binary.
-
-    `128k` is 128,000 and `128K` is 131,072; `1m` is 1,000,000 and `1M` is 1,048,576; `g`, `G`
-    likewise. A fraction needs a decimal suffix (`1.5k` is 1,500). Raises ValueError otherwise.
-    """
-    match = _SIZE.fullmatch(text.strip().replace("_", ""))
-    if match is None:
-        raise ValueError(f"not a size: {text!r}")
-    number, suffix = match.groups()
-    size = Fraction(number) * _SUFFIXES[suffix]
-    if size.denominator != 1 or ("." in number and not suffix.islower()):
-        raise ValueError(f"not a whole number: {text!r}")
-    return size.numerator
-
-
-_SUFFIXES: Mapping[str, int] = MappingProxyType(
-    {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-)
-_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)")
 
 
 def _checked(option: Option, value: Any, where: str) -> Any:

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from loongd import wire
 from loongd.errors import RequestError, WorkerError
 from loongd.exclusive import Exclusive
+from loongd.ledger import Ledger
 from loongd.metrics import Metrics
 from loongd.pool import OnProgress, PoolEvent, WorkerLost, WorkerPool
 from loongd.sched.events import (
@@ -42,11 +42,10 @@ from loongd.sched.events import (
     StepDone,
     StepFailed,
 )
-from loongd.sched.plan import MigratePlan, PrefillPlan
 from loongd.sched.scheduler import Scheduler
-from loongd.status import engine_status, plan_json, story_json
-from loongd.steps import LiveRequest, StepReports, step_message
-from loongd.submission import Submission, Timings, Token, TokenStream
+from loongd.status import engine_status, node_status, plan_json, story_json
+from loongd.steps import LiveRequest, StepReports, drawn_token, step_message
+from loongd.submission import Submission, Timings, TokenStream
 
 _log = logging.getLogger(__name__)
 _RESTARTS_WINDOW_S = 300.0
@@ -73,8 +72,8 @@ class GlobalManager:
         are facts for the status page (name, version, model, ...)."""
         self._scheduler = scheduler
         self._pool = pool
-        self._metrics = metrics
-        metrics.on_render(self._show_state)
+        self._ledger = Ledger(metrics)
+        metrics.on_render(lambda: self._ledger.refresh(scheduler.snapshot()))
         self._model_limit_tokens = model_limit_tokens
         self.node = node
         self._began_s = time.monotonic()
@@ -84,7 +83,6 @@ class GlobalManager:
         self._drawn: dict[str, wire.Sampled] = {}
         self._instances: dict[int, wire.Ready] = {}
         self._restarts: deque[float] = deque()
-        self._num_rejected = 0
         self._steps_sent = 0
         self._audited_at: int | None = None
         self._exclusive: Exclusive | None = None
@@ -100,7 +98,7 @@ class GlobalManager:
         for instance in ready:
             self._instances[instance.instance] = instance
             self._apply(InstanceJoined(time.monotonic(), instance.instance, instance.pool_tokens))
-        self._metrics.set_instances(len(ready), len(ready))
+        self._ledger.instances(len(ready), len(ready))
 
     async def run(self, starts: Starts, on_progress: OnProgress) -> None:
         """Carry events to the scheduler until `stop`, or until the pool cannot be kept alive.
@@ -133,7 +131,7 @@ class GlobalManager:
             self._apply(InstanceLost(now, instance, lost.message))
         num_instances = len(self._instances)
         self._instances.clear()
-        self._metrics.set_instances(0, num_instances)
+        self._ledger.instances(0, num_instances)
         self._restarts.append(now)
         while self._restarts[0] < now - _RESTARTS_WINDOW_S:
             self._restarts.popleft()
@@ -212,11 +210,10 @@ class GlobalManager:
         )
         refusal = None if submission.request_id in self._live else stream.refusal()
         if refusal is not None:
-            self._num_rejected += 1
-            self._metrics.request_rejected(refusal.code or "refused")
+            self._ledger.rejected(refusal.code or "refused")
             raise refusal
         live.accepted = True
-        self._metrics.request_started(len(submission.prompt), submission.max_tokens)
+        self._ledger.started(live)
         return stream
 
     @contextmanager
@@ -282,13 +279,7 @@ class GlobalManager:
         plan = reports.plan
         del self._steps[plan.step_id]
         self._drawn = reports.sampled
-        if isinstance(plan, MigratePlan):
-            self._metrics.migrated(plan.num_tokens, reports.elapsed_s)
-        else:
-            phase: Literal["prefill", "decode"] = (
-                "prefill" if isinstance(plan, PrefillPlan) else "decode"
-            )
-            self._metrics.step(phase, plan.dop, reports.num_new_tokens, reports.elapsed_s)
+        self._ledger.step_done(reports)
         self._apply(StepDone(now, plan.step_id, reports.elapsed_s, reports.tokens))
         self._drawn = {}
 
@@ -332,16 +323,11 @@ class GlobalManager:
         live.generated.append(action.token)
         stream = live.stream
         stream.num_tokens += 1
-        if live.last_token_s is None:
-            stream.timings.first_token_s = now
-            self._metrics.first_token(now - stream.timings.arrived_s)
-        else:
-            self._metrics.inter_token(now - live.last_token_s)
-        live.last_token_s = now
+        self._ledger.token(live, now)
         if action.token in live.submission.stop_token_ids:
             stream.stop_token = action.token
         else:
-            stream.put_token(_token(self._drawn[action.request_id]))
+            stream.put_token(drawn_token(self._drawn[action.request_id]))
 
     def _finish(self, action: Finish, now: float) -> None:
         live = self._live.pop(action.request_id)
@@ -349,42 +335,26 @@ class GlobalManager:
         live.stream.put_end(action.finish_reason)
         cause = live.stream.finish_reason
         if action.finish_reason == "cancelled" and cause != "stop":
-            self._metrics.request_cancelled(cause or "client")
+            self._ledger.cancelled(cause or "client")
         else:
-            self._count_finished(live, "stop" if cause == "stop" else action.finish_reason)
+            self._ledger.finished(live, "stop" if cause == "stop" else action.finish_reason)
 
     def _fail(self, action: Fail, now: float) -> None:
         live = self._live.pop(action.request_id)
+        later = 5 if action.status == 503 else None
         error = RequestError(
-            action.message,
-            status=action.status,
-            code=action.code,
-            retry_after_s=5 if action.status == 503 else None,
+            action.message, status=action.status, code=action.code, retry_after_s=later
         )
         live.stream.timings.finished_s = now
         live.stream.put_end(error)
         if live.accepted:
-            self._count_finished(live, "error")
+            self._ledger.finished(live, "error")
 
     def _fail_all(self, error: RequestError) -> None:
         for live in self._live.values():
             live.stream.put_end(error)
-            self._count_finished(live, "error")
+            self._ledger.finished(live, "error")
         self._live.clear()
-
-    def _count_finished(self, live: LiveRequest, reason: str) -> None:
-        timings = live.stream.timings
-        ended = timings.finished_s or time.monotonic()
-        started, first = timings.prefill_started_s, timings.first_token_s
-        self._metrics.request_finished(
-            reason,
-            prompt_tokens=len(live.submission.prompt),
-            generated_tokens=len(live.generated),
-            queue_s=None if started is None else started - timings.arrived_s,
-            ttft_s=None if first is None else first - timings.arrived_s,
-            e2e_s=ended - timings.arrived_s,
-            decode_s=None if first is None else ended - first,
-        )
 
     # ---- accounts ------------------------------------------------------------------------------
 
@@ -397,18 +367,10 @@ class GlobalManager:
             if live.stream.timings.prefill_started_s is None
         )
         engine = engine_status(snapshot, self._instances, self._pool.pids, waiting)
-        engine["totals"]["rejected"] = self._num_rejected
-        engine["totals"]["failed"] -= self._num_rejected
-        node = {
-            **self.node,
-            "state": self._state(),
-            "uptime_s": round(time.monotonic() - self._began_s, 3),
-            "max_model_len": self.max_model_len,
-            "attention_backend": next(
-                (ready.attention_backend for ready in self._instances.values()), "starting"
-            ),
-        }
-        return {"node": node, **engine}
+        engine["totals"]["rejected"] = self._ledger.num_rejected
+        engine["totals"]["failed"] -= self._ledger.num_rejected
+        facts = self.node | {"state": self._state(), "max_model_len": self.max_model_len}
+        return {"node": node_status(facts, self._began_s, self._instances), **engine}
 
     def _state(self) -> str:
         if self._failed:
@@ -440,26 +402,5 @@ class GlobalManager:
     def _on_audit(self, audit: wire.Audit) -> None:
         if self._audited_at != self._steps_sent:
             return  # a step has started since the question: the numbers no longer compare
-        right = audit.used == 0 and audit.free == audit.total
-        self._metrics.pool_audit(right)
-        if not right:
-            _log.error(
-                "instance %d holds %d of %d KV slots in %d segments while nothing runs; freeing",
-                audit.instance,
-                audit.used,
-                audit.total,
-                audit.num_segments,
-            )
+        if not self._ledger.audited(audit):
             self._pool.send(audit.instance, wire.KeepSegments(segments=[]))
-
-    def _show_state(self) -> None:
-        snapshot = self._scheduler.snapshot()
-        pool = snapshot.pool
-        self._metrics.set_pool(pool.total, pool.used, pool.free, pool.reserved)
-        self._metrics.set_queue(snapshot.num_running, snapshot.num_waiting)
-
-
-def _token(sampled: wire.Sampled) -> Token:
-    ids, logprobs = wire.unpack_tokens(sampled.top_ids), array("f")
-    logprobs.frombytes(sampled.top_logprobs)
-    return Token(sampled.token, sampled.logprob, tuple(zip(ids, logprobs, strict=True)))

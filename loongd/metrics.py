@@ -217,9 +217,9 @@ class Metrics:
         self._generation_total.inc()
         _observe(self._itl, seconds)
 
-    def preempted(self) -> None:
-        """A request lost its KV and was queued again."""
-        self._preemptions.inc()
+    def preempted(self, times: int = 1) -> None:
+        """Requests lost their KV and were queued again."""
+        self._preemptions.inc(times)
 
     # -- the engine's work
 
@@ -254,9 +254,9 @@ class Metrics:
         self._instances.labels(**self._labels, state="ready").set(ready)
         self._instances.labels(**self._labels, state="lost").set(max(total - ready, 0))
 
-    def scale_event(self, direction: Literal["up", "down"]) -> None:
-        """A group grew or shrank."""
-        self._scale_events.labels(**self._labels, direction=direction).inc()
+    def scale_event(self, direction: Literal["up", "down"], times: int = 1) -> None:
+        """Groups grew or shrank."""
+        self._scale_events.labels(**self._labels, direction=direction).inc(times)
 
     def pool_audit(self, ok: bool) -> None:
         """Daemon and worker compared their slots."""

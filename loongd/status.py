@@ -59,6 +59,18 @@ def engine_status(
     }
 
 
+def node_status(
+    facts: Mapping[str, Any], began_s: float, ready: Mapping[int, Ready]
+) -> dict[str, Any]:
+    """The node's own part; `began_s` is the monotonic time of its start."""
+    backends = [instance.attention_backend for instance in ready.values()]
+    return {
+        **facts,
+        "uptime_s": round(time.monotonic() - began_s, 3),
+        "attention_backend": backends[0] if backends else "starting",
+    }
+
+
 def _instance(status: InstanceStatus, ready: Ready | None, pids: Sequence[int]) -> dict[str, Any]:
     return {
         "id": status.instance,

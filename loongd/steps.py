@@ -14,8 +14,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from loongd.sched.plan import DecodeItem, DecodePlan, MigratePlan, PrefillItem, PrefillPlan
-from loongd.submission import Submission, TokenStream
-from loongd.wire import Extend, RunMigrate, RunStep, Sampled, Sampling, StepDone, pack_tokens
+from loongd.submission import Submission, Token, TokenStream
+from loongd.wire import (
+    Extend,
+    RunMigrate,
+    RunStep,
+    Sampled,
+    Sampling,
+    StepDone,
+    pack_tokens,
+    unpack_tokens,
+)
 
 
 @dataclass(slots=True)
@@ -138,3 +147,10 @@ class StepReports:
         return sum(
             1 if isinstance(item, DecodeItem) else item.num_tokens for item in self.plan.items
         )
+
+
+def drawn_token(sampled: Sampled) -> Token:
+    """What a worker has drawn, as the front end sees it."""
+    ids, logprobs = unpack_tokens(sampled.top_ids), array("f")
+    logprobs.frombytes(sampled.top_logprobs)
+    return Token(sampled.token, sampled.logprob, tuple(zip(ids, logprobs, strict=True)))

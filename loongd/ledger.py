@@ -1,0 +1,111 @@
+"""What the engine counts: requests, tokens, steps and slots, into metrics.
+
+Knows: which milestone of a request or step feeds which metric, so that
+started = finished + cancelled + rejected + failed + in flight at all times.
+Does not know: why anything happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Literal
+
+from loongd.metrics import Metrics
+from loongd.sched.plan import MigratePlan, PrefillPlan
+from loongd.sched.snapshot import Snapshot, TotalsStatus
+from loongd.steps import LiveRequest, StepReports
+from loongd.wire import Audit
+
+_log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """The one writer of the engine's metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._seen: TotalsStatus | None = None
+        self.num_rejected = 0
+
+    def started(self, live: LiveRequest) -> None:
+        """The request was accepted."""
+        submission = live.submission
+        self._metrics.request_started(len(submission.prompt), submission.max_tokens)
+
+    def rejected(self, code: str) -> None:
+        """A request was refused on arrival."""
+        self.num_rejected += 1
+        self._metrics.request_rejected(code)
+
+    def cancelled(self, cause: str) -> None:
+        """An accepted request was stopped from outside."""
+        self._metrics.request_cancelled(cause)
+
+    def token(self, live: LiveRequest, now: float) -> None:
+        """The request has drawn one more token; notes the time in it."""
+        timings = live.stream.timings
+        if live.last_token_s is None:
+            timings.first_token_s = now
+            self._metrics.first_token(now - timings.arrived_s)
+        else:
+            self._metrics.inter_token(now - live.last_token_s)
+        live.last_token_s = now
+
+    def finished(self, live: LiveRequest, reason: str) -> None:
+        """The accepted request has ended; `reason` is stop, length or error."""
+        timings = live.stream.timings
+        ended = timings.finished_s or time.monotonic()
+        started, first = timings.prefill_started_s, timings.first_token_s
+        self._metrics.request_finished(
+            reason,
+            prompt_tokens=len(live.submission.prompt),
+            generated_tokens=len(live.generated),
+            queue_s=None if started is None else started - timings.arrived_s,
+            ttft_s=None if first is None else first - timings.arrived_s,
+            e2e_s=ended - timings.arrived_s,
+            decode_s=None if first is None else ended - first,
+        )
+
+    def step_done(self, reports: StepReports) -> None:
+        """All members have reported the step."""
+        plan = reports.plan
+        if isinstance(plan, MigratePlan):
+            self._metrics.migrated(plan.num_tokens, reports.elapsed_s)
+            return
+        phase: Literal["prefill", "decode"] = (
+            "prefill" if isinstance(plan, PrefillPlan) else "decode"
+        )
+        self._metrics.step(phase, plan.dop, reports.num_new_tokens, reports.elapsed_s)
+
+    def audited(self, audit: Audit) -> bool:
+        """Whether a worker's account agrees that nothing is in use; says loudly if not."""
+        right = audit.used == 0 and audit.free == audit.total
+        self._metrics.pool_audit(right)
+        if not right:
+            _log.error(
+                "instance %d holds %d of %d KV slots in %d segments while nothing runs; freeing",
+                audit.instance,
+                audit.used,
+                audit.total,
+                audit.num_segments,
+            )
+        return right
+
+    def instances(self, ready: int, total: int) -> None:
+        """So many instances are ready."""
+        self._metrics.set_instances(ready, total)
+
+    def refresh(self, snapshot: Snapshot) -> None:
+        """Gauges, and counters that the scheduler keeps, as they are now."""
+        pool, totals = snapshot.pool, snapshot.totals
+        self._metrics.set_pool(pool.total, pool.used, pool.free, pool.reserved)
+        self._metrics.set_queue(snapshot.num_running, snapshot.num_waiting)
+        before = self._seen or replace(
+            totals, num_preemptions=0, num_scale_downs=0, num_scale_ups=0
+        )
+        self._metrics.preempted(totals.num_preemptions - before.num_preemptions)
+        self._metrics.scale_event("down", totals.num_scale_downs - before.num_scale_downs)
+        self._metrics.scale_event("up", totals.num_scale_ups - before.num_scale_ups)
+        self._seen = totals
