@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +45,7 @@ from loongd.sched.scheduler import Scheduler
 from loongd.status import engine_status, node_status, plan_json, story_json
 from loongd.steps import LiveRequest, StepReports, drawn_token, step_message
 from loongd.submission import Submission, Timings, TokenStream
+from loongd.vigil import RestartLimit
 
 _log = logging.getLogger(__name__)
 _RESTARTS_WINDOW_S = 300.0
@@ -82,7 +82,7 @@ class GlobalManager:
         self._steps: dict[int, StepReports] = {}
         self._drawn: dict[str, wire.Sampled] = {}
         self._instances: dict[int, wire.Ready] = {}
-        self._restarts: deque[float] = deque()
+        self._restarts = RestartLimit(most=_MAX_RESTARTS, window_s=_RESTARTS_WINDOW_S)
         self._steps_sent = 0
         self._audited_at: int | None = None
         self._exclusive: Exclusive | None = None
@@ -95,9 +95,9 @@ class GlobalManager:
         """Start all instances and admit requests. Raises WorkerError."""
         self._epoch += 1
         ready = await self._pool.start(starts(self._epoch), on_progress)
-        for instance in ready:
-            self._instances[instance.instance] = instance
-            self._apply(InstanceJoined(time.monotonic(), instance.instance, instance.pool_tokens))
+        now = time.monotonic()
+        self._instances = {instance.instance: instance for instance in ready}
+        self._apply(*(InstanceJoined(now, one.instance, one.pool_tokens) for one in ready))
         self._ledger.instances(len(ready), len(ready))
 
     async def run(self, starts: Starts, on_progress: OnProgress) -> None:
@@ -127,19 +127,15 @@ class GlobalManager:
         if self._exclusive is not None:
             self._exclusive.put(lost)
         self._steps.clear()
-        for instance in sorted(self._instances):
-            self._apply(InstanceLost(now, instance, lost.message))
         num_instances = len(self._instances)
+        self._apply(*(InstanceLost(now, one, lost.message) for one in sorted(self._instances)))
         self._instances.clear()
         self._ledger.instances(0, num_instances)
-        self._restarts.append(now)
-        while self._restarts[0] < now - _RESTARTS_WINDOW_S:
-            self._restarts.popleft()
         try:
-            if len(self._restarts) > _MAX_RESTARTS:
+            if self._restarts.exceeded(now):
                 raise WorkerError(
-                    f"workers were lost {len(self._restarts)} times in {_RESTARTS_WINDOW_S:g} s; "
-                    f"last: instance {lost.instance}: {lost.message}"
+                    f"workers were lost more than {_MAX_RESTARTS} times in "
+                    f"{_RESTARTS_WINDOW_S:g} s; last: instance {lost.instance}: {lost.message}"
                 )
             await self.start(starts, on_progress)
         except WorkerError as error:
@@ -283,9 +279,9 @@ class GlobalManager:
         self._apply(StepDone(now, plan.step_id, reports.elapsed_s, reports.tokens))
         self._drawn = {}
 
-    def _apply(self, event: Event) -> None:
-        for action in self._scheduler.handle(event):
-            self._perform(action, event.now)
+    def _apply(self, *events: Event) -> None:
+        for action in self._scheduler.handle(*events):
+            self._perform(action, events[-1].now)
 
     def _perform(self, action: Action, now: float) -> None:
         match action:

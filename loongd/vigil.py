@@ -6,6 +6,7 @@ Does not know: the clock (callers pass `now`), processes, sockets.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 _MAX_OWN_PAUSE_S = 3.0
@@ -82,3 +83,19 @@ class Vigil:
         """Watch nobody."""
         self._watched.clear()
         self._looked_s = None
+
+
+class RestartLimit:
+    """Counts restarts in a sliding window, so that a crash loop ends."""
+
+    def __init__(self, *, most: int, window_s: float) -> None:
+        self.window_s = window_s
+        self._most = most
+        self._times_s: deque[float] = deque()
+
+    def exceeded(self, now: float) -> bool:
+        """Note one more restart; whether there have now been too many within the window."""
+        self._times_s.append(now)
+        while self._times_s[0] < now - self.window_s:
+            self._times_s.popleft()
+        return len(self._times_s) > self._most

@@ -51,9 +51,19 @@ class Scheduler:
         self._starter = Starter(self._state)
         self._actions: list[Action] = []
 
-    def handle(self, event: Event) -> list[Action]:
-        """What is to be done now, in this order; at most one step for each instance."""
+    def handle(self, *events: Event) -> list[Action]:
+        """What is to be done now, in this order; at most one step for each instance.
+
+        Events that happen together are told together, in order: nothing is planned in between
+        (when all workers restart, no step is to start on the ones that die next).
+        """
         self._actions = []
+        for event in events:
+            self._take(event)
+        self._plan(events[-1].now)
+        return self._actions
+
+    def _take(self, event: Event) -> None:
         match event:
             case Arrived():
                 self._on_arrived(event)
@@ -71,8 +81,6 @@ class Scheduler:
                 self._state.draining = on
             case Tick():
                 pass
-        self._plan(event.now)
-        return self._actions
 
     def check(self) -> None:
         """Raises AssertionError when an invariant is broken."""

@@ -32,7 +32,7 @@ def _wait_for_decode(server: Server) -> None:
 
 def test_a_killed_worker_loses_no_request(smollm2_dir: Path) -> None:
     """Same greedy tokens as without the loss, on the same open request; nothing leaks."""
-    with serving("--model", str(smollm2_dir), instances=2) as server:
+    with serving("--model", str(smollm2_dir), instances=4) as server:
         body = {"prompt": list(range(20, 60)), "max_tokens": 60, "return_token_ids": True}
         undisturbed: list[Any] = []
         _ask(server, undisturbed, **body).join()

@@ -569,3 +569,21 @@ def test_a_request_only_moves_along_legal_transitions():
 def test_unknown_policies_are_named():
     with pytest.raises(ValueError, match="policy 'x' is unknown; known: loongserve, fcfs"):
         make_policy("x")
+
+
+def test_a_restart_of_all_workers_is_one_loss_and_plans_only_when_all_are_back():
+    driver = Driver(*[3000] * 4, prefill_tokens_per_instance=100)
+    (run,) = driver.arrive("r", 1000)
+    assert run.plan.members == (0, 1, 2, 3)
+    for _ in range(2):
+        lost = [InstanceLost(driver.now, i, "killed") for i in range(4)]
+        actions = driver.scheduler.handle(*lost)
+        driver.scheduler.check()
+        assert not [a for a in actions if isinstance(a, RunPrefill | Fail)]
+        joined = [InstanceJoined(driver.now, i, 3000) for i in range(4)]
+        (run,) = driver.scheduler.handle(*joined)
+        driver.scheduler.check()
+        assert run.plan.members == (0, 1, 2, 3)
+    actions = driver.scheduler.handle(*[InstanceLost(driver.now, i, "killed") for i in range(4)])
+    (failed,) = [action for action in actions if isinstance(action, Fail)]
+    assert (failed.code, failed.status) == ("worker_lost", 500)

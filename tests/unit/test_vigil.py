@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loongd.vigil import Vigil
+from loongd.vigil import RestartLimit, Vigil
 
 
 def _vigil() -> Vigil:
@@ -69,3 +69,9 @@ def test_unknown_workers_are_ignored() -> None:
     vigil.step_over(b"7.0", 1.0)
     vigil.clear()
     assert vigil.overdue(100.0) == []
+
+
+def test_a_crash_loop_is_noticed_and_old_restarts_are_forgotten() -> None:
+    limit = RestartLimit(most=2, window_s=100)
+    assert [limit.exceeded(now) for now in (0.0, 10.0, 20.0)] == [False, False, True]
+    assert not limit.exceeded(1000.0)
