@@ -175,9 +175,7 @@ class GlobalManager:
     def submit(self, submission: Submission) -> TokenStream:
         """Queue a request. Raises RequestError when it cannot be taken."""
         if self._failed or not self._epoch:
-            raise RequestError(
-                "the engine is not ready", status=503, code="not_ready", retry_after_s=5
-            )
+            raise RequestError("engine not ready", status=503, code="not_ready", retry_after_s=5)
         if self._exclusive is not None:
             raise RequestError(
                 "the server is measuring its speed (loongctl profile)",

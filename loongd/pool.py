@@ -226,6 +226,8 @@ class WorkerPool:
             *("--instance", str(instance), "--tp-rank", str(tp_rank)),
             *("--socket", address, "--log-level", self._log_level),
             stdin=asyncio.subprocess.DEVNULL,
+            # All workers are on this node; gloo would else need the host's name to resolve.
+            env={"GLOO_SOCKET_IFNAME": "lo", **os.environ},
         )
         part = f" tp_rank {tp_rank}" if start.tensor_parallel_size > 1 else ""
         worker = _Worker(instance, tp_rank, f"worker{part}", process)
