@@ -22,7 +22,14 @@ from loongd.errors import ConfigError, LoongError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon until it is told to stop; the exit code."""
     try:
-        settings = load(sys.argv[1:] if argv is None else argv, os.environ)
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # before the daemon listens for signals
+        return 130
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        settings = load(argv, os.environ)
     except ConfigError as error:
         return _complain(error, 2)
     log.setup(settings.log_level, settings.log_format, env=os.environ)

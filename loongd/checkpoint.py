@@ -43,6 +43,8 @@ async def open_checkpoint(config: Config, on_stage: OnStage) -> Checkpoint:
     """Find, if need be convert, and read the configured model. Raises ModelError, ConfigError."""
     path = Path(config.model).expanduser()  # noqa: ASYNC240 - once, before anything is served
     directory, dtype = path, str(config.dtype)
+    if path.suffix == ".gguf" and config.load_format == "safetensors":
+        raise ConfigError(f"load_format is safetensors, but --model {config.model} is a .gguf file")
     if path.suffix == ".gguf" or config.load_format == "gguf":
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         directory = await _converted(path, dtype, node.cache_dir(config), on_stage)

@@ -44,7 +44,7 @@ def story(tale: Json) -> str:
     ]
     for entry in entries:
         rows.append(_entry_row(entry, total_s))
-        rows += _sentences(entry)
+        rows += _sentences(entry, tale["request_id"])
     return "\n".join([head, *rows])
 
 
@@ -179,12 +179,13 @@ def _entry_row(entry: Json, total_s: float) -> str:
     return cells.rstrip()
 
 
-def _sentences(entry: Json) -> list[str]:
-    text = entry.get("text") or ""
+def _sentences(entry: Json, request_id: str) -> list[str]:
+    text = (entry.get("text") or "").replace(f" of {request_id} ", " ")
+    text = text.removeprefix(f"{request_id} ")
     if entry.get("duration_s"):
         text += f" [{seconds(entry['duration_s'])}]"
     if entry.get("kept"):
-        kept = ", ".join(f"{count} on {one}" for one, count in entry["kept"].items())
+        kept = ", ".join(f"{count:,} on {one}" for one, count in entry["kept"].items())
         text += f" [tokens kept: {kept}]"
     return textwrap.wrap(text.strip(), WIDTH, initial_indent=" " * 10, subsequent_indent=" " * 10)
 

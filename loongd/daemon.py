@@ -44,6 +44,7 @@ _AUDIT_INTERVAL_S = 5.0
 _DRAIN_POLL_S = 0.05
 _START_EXTENSION_S = 120.0
 _PROGRESS_INTERVAL_S = 1.0
+_LAST_WORDS_S = 0.2
 
 
 class Daemon:
@@ -127,6 +128,7 @@ class Daemon:
             metrics,
             model_limit_tokens=config.max_model_len or model.spec.max_context_tokens,
             node=self._node_facts(model),
+            log_requests=config.enable_log_requests,
         )
         context = RestContext(
             engine=manager,
@@ -176,7 +178,7 @@ class Daemon:
         socket_path.unlink(missing_ok=True)
         await web.UnixSite(admin, str(socket_path), shutdown_timeout=1.0).start()
         socket_path.chmod(0o600)
-        _log.info("API on %s, admin socket %s", manager.node["api"], socket_path)
+        _log.info("API on %s, not ready yet; admin socket %s", manager.node["api"], socket_path)
 
     def _starts(self, model: Checkpoint, manager: GlobalManager) -> Any:
         config = self._config
@@ -252,6 +254,8 @@ class Daemon:
             await asyncio.sleep(_DRAIN_POLL_S)
         if manager.num_live:
             _log.warning("stopping with %d requests unfinished", manager.num_live)
+            manager.give_up()
+            await asyncio.sleep(_LAST_WORDS_S)  # for the answers that say so
 
     async def _unless_stopped(self, work: Any) -> bool:
         """Wait for `work`; False (and cancelled) when a signal came first."""

@@ -24,8 +24,10 @@ _log = logging.getLogger(__name__)
 class Ledger:
     """The one writer of the engine's metrics."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, log_requests: bool) -> None:
+        """`log_requests` writes one line for each request that has ended."""
         self._metrics = metrics
+        self._log_requests = log_requests
         self._seen: TotalsStatus | None = None
         self.num_rejected = 0
 
@@ -39,9 +41,10 @@ class Ledger:
         self.num_rejected += 1
         self._metrics.request_rejected(code)
 
-    def cancelled(self, cause: str) -> None:
-        """An accepted request was stopped from outside."""
+    def cancelled(self, live: LiveRequest, cause: str) -> None:
+        """The accepted request was stopped from outside."""
         self._metrics.request_cancelled(cause)
+        self._say(live, f"cancelled ({cause})")
 
     def token(self, live: LiveRequest, now: float) -> None:
         """The request has drawn one more token; notes the time in it."""
@@ -66,6 +69,24 @@ class Ledger:
             ttft_s=None if first is None else first - timings.arrived_s,
             e2e_s=ended - timings.arrived_s,
             decode_s=None if first is None else ended - first,
+        )
+        self._say(live, reason)
+
+    def _say(self, live: LiveRequest, how: str) -> None:
+        if not self._log_requests:
+            return
+        timings = live.stream.timings
+        ended = timings.finished_s or time.monotonic()
+        first = timings.first_token_s
+        _log.info(
+            "%s ended: %s; %d prompt and %d generated tokens, first after %s, all in %.3f s",
+            live.submission.request_id,
+            how,
+            len(live.submission.prompt),
+            len(live.generated),
+            "-" if first is None else f"{first - timings.arrived_s:.3f} s",
+            ended - timings.arrived_s,
+            extra={"request_id": live.submission.request_id},
         )
 
     def step_done(self, reports: StepReports) -> None:

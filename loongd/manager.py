@@ -25,7 +25,6 @@ from loongd.metrics import Metrics
 from loongd.pool import OnProgress, PoolEvent, WorkerLost, WorkerPool
 from loongd.sched.events import (
     Action,
-    Arrived,
     Cancelled,
     Drain,
     Emit,
@@ -43,14 +42,13 @@ from loongd.sched.events import (
 )
 from loongd.sched.scheduler import Scheduler
 from loongd.status import engine_status, node_status, plan_json, story_json
-from loongd.steps import LiveRequest, StepReports, drawn_token, step_message
+from loongd.steps import LiveRequest, StepReports, arrival, drawn_token, step_message
 from loongd.submission import Submission, Timings, TokenStream
 from loongd.vigil import RestartLimit
 
 _log = logging.getLogger(__name__)
 _RESTARTS_WINDOW_S = 300.0
-_MAX_RESTARTS = 5
-"""More pool restarts than this within the window, and the engine gives up."""
+_MAX_RESTARTS = 5  # more within the window, and the engine gives up
 
 Starts = Callable[[int], list[wire.Start]]
 """Start messages of all instances for an epoch."""
@@ -67,17 +65,19 @@ class GlobalManager:
         *,
         model_limit_tokens: int,
         node: dict[str, Any],
+        log_requests: bool = True,
     ) -> None:
         """`model_limit_tokens` is what the model and the configuration allow a request; `node`
         are facts for the status page (name, version, model, ...)."""
         self._scheduler = scheduler
         self._pool = pool
-        self._ledger = Ledger(metrics)
+        self._ledger = Ledger(metrics, log_requests=log_requests)
         metrics.on_render(lambda: self._ledger.refresh(scheduler.snapshot()))
         self._model_limit_tokens = model_limit_tokens
         self.node = node
         self._began_s = time.monotonic()
         self._epoch = 0
+        self._started = False
         self._live: dict[str, LiveRequest] = {}
         self._steps: dict[int, StepReports] = {}
         self._drawn: dict[str, wire.Sampled] = {}
@@ -98,6 +98,7 @@ class GlobalManager:
         now = time.monotonic()
         self._instances = {instance.instance: instance for instance in ready}
         self._apply(*(InstanceJoined(now, one.instance, one.pool_tokens) for one in ready))
+        self._started = True
         self._ledger.instances(len(ready), len(ready))
 
     async def run(self, starts: Starts, on_progress: OnProgress) -> None:
@@ -114,13 +115,18 @@ class GlobalManager:
 
     async def stop(self) -> None:
         """End the workers; live requests fail with 503."""
+        self.give_up()
+        await self._pool.stop()
+
+    def give_up(self) -> None:
+        """Fail what is live with 503: the server ends before it can finish it."""
         self._stopping = True
         self._fail_all(RequestError("the server is shutting down", status=503, code="shutdown"))
-        await self._pool.stop()
 
     async def _recover(self, lost: WorkerLost, starts: Starts, on_progress: OnProgress) -> None:
         """Start the pool again; requests wait meanwhile and are prefilled again after."""
-        _log.error("instance %d is lost: %s", lost.instance, lost.message)
+        words = "instance %d is lost: %s; all start again, then %d requests go on"
+        _log.error(words, lost.instance, lost.message, len(self._live))
         now = time.monotonic()
         # Members of a broken exchange may wait for ever, so all workers go.
         await self._pool.kill()
@@ -131,17 +137,20 @@ class GlobalManager:
         self._apply(*(InstanceLost(now, one, lost.message) for one in sorted(self._instances)))
         self._instances.clear()
         self._ledger.instances(0, num_instances)
-        try:
-            if self._restarts.exceeded(now):
-                raise WorkerError(
-                    f"workers were lost more than {_MAX_RESTARTS} times in "
-                    f"{_RESTARTS_WINDOW_S:g} s; last: instance {lost.instance}: {lost.message}"
-                )
-            await self.start(starts, on_progress)
-        except WorkerError as error:
-            self._failed = True
-            self._fail_all(RequestError(str(error), status=503, code="engine_dead"))
-            raise
+        why = f"instance {lost.instance}: {lost.message}"
+        while not self._restarts.exceeded(time.monotonic()):
+            try:
+                await self.start(starts, on_progress)
+            except WorkerError as error:
+                why = str(error)
+                _log.error("a restart failed: %s", why)
+                await self._pool.kill()
+            else:
+                return _log.info("all instances are ready again")
+        self._failed = True
+        message = f"workers were lost over {_MAX_RESTARTS} times in {_RESTARTS_WINDOW_S:g} s: {why}"
+        self._fail_all(RequestError(message, status=503, code="engine_dead"))
+        raise WorkerError(message)
 
     # ---- engine --------------------------------------------------------------------------------
 
@@ -174,15 +183,11 @@ class GlobalManager:
 
     def submit(self, submission: Submission) -> TokenStream:
         """Queue a request. Raises RequestError when it cannot be taken."""
-        if self._failed or not self._epoch:
+        if self._failed or not self._started:
             raise RequestError("engine not ready", status=503, code="not_ready", retry_after_s=5)
         if self._exclusive is not None:
-            raise RequestError(
-                "the server is measuring its speed (loongctl profile)",
-                status=503,
-                code="profiling",
-                retry_after_s=30,
-            )
+            what = "the server is measuring its speed (loongctl profile)"
+            raise RequestError(what, status=503, code="profiling", retry_after_s=30)
         now = time.monotonic()
         timings = Timings(now)
         predicted = self._scheduler.predict(len(submission.prompt), submission.max_tokens, now)
@@ -191,17 +196,7 @@ class GlobalManager:
         stream = TokenStream(submission.request_id, timings, self._cancel)
         live = LiveRequest(submission, stream)
         self._live[submission.request_id] = live
-        self._apply(
-            Arrived(
-                now=now,
-                request_id=submission.request_id,
-                prompt_tokens=len(submission.prompt),
-                max_tokens=submission.max_tokens,
-                reserve_tokens=submission.reserve_tokens,
-                stop_token_ids=submission.stop_token_ids,
-                min_tokens=submission.min_tokens,
-            )
-        )
+        self._apply(arrival(submission, now))
         refusal = None if submission.request_id in self._live else stream.refusal()
         if refusal is not None:
             self._ledger.rejected(refusal.code or "refused")
@@ -329,7 +324,7 @@ class GlobalManager:
         live.stream.put_end(action.finish_reason)
         cause = live.stream.finish_reason
         if action.finish_reason == "cancelled" and cause != "stop":
-            self._ledger.cancelled(cause or "client")
+            self._ledger.cancelled(live, cause or "client")
         else:
             self._ledger.finished(live, "stop" if cause == "stop" else action.finish_reason)
 
@@ -383,7 +378,10 @@ class GlobalManager:
     def plan(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any] | None:
         """A JSON-able account of what would become of a prompt now; None without a SIB."""
         found = self._scheduler.predict(prompt_tokens, max_tokens, time.monotonic())
-        return None if found is None else plan_json(found, prompt_tokens, max_tokens)
+        limit = self.max_model_len
+        if found is None:
+            return None
+        return plan_json(found, prompt_tokens, max_tokens, limit_tokens=limit)
 
     def audit(self) -> None:
         """When nothing runs and something has run since the last audit, ask workers for theirs."""

@@ -100,11 +100,18 @@ def _group(group: GroupStatus) -> dict[str, Any]:
     }
 
 
-def plan_json(found: Prediction, prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """What would become of a prompt; times in seconds."""
+def plan_json(
+    found: Prediction, prompt_tokens: int, max_tokens: int, *, limit_tokens: int
+) -> dict[str, Any]:
+    """What would become of a prompt; times in seconds. A dop of 0 means that it is not served."""
+    asked = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
+    total = prompt_tokens + max_tokens
+    if total > limit_tokens:
+        why = f"{total:,} tokens are more than the {limit_tokens:,} that a request may have here"
+        times = dict.fromkeys(("queue_s", "prefill_s", "ttft_s"), 0.0)
+        return asked | times | {"dop": 0, "members": [], "reason": why}
     return {
-        "prompt_tokens": prompt_tokens,
-        "max_tokens": max_tokens,
+        **asked,
         "dop": found.dop,
         "members": list(found.members),
         "queue_s": found.queue_s,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from loongd.sched.events import Arrived
 from loongd.sched.plan import DecodeItem, DecodePlan, MigratePlan, PrefillItem, PrefillPlan
 from loongd.submission import Submission, Token, TokenStream
 from loongd.wire import (
@@ -147,6 +148,19 @@ class StepReports:
         return sum(
             1 if isinstance(item, DecodeItem) else item.num_tokens for item in self.plan.items
         )
+
+
+def arrival(submission: Submission, now: float) -> Arrived:
+    """What the scheduler is told of a new request."""
+    return Arrived(
+        now=now,
+        request_id=submission.request_id,
+        prompt_tokens=len(submission.prompt),
+        max_tokens=submission.max_tokens,
+        reserve_tokens=submission.reserve_tokens,
+        stop_token_ids=submission.stop_token_ids,
+        min_tokens=submission.min_tokens,
+    )
 
 
 def drawn_token(sampled: Sampled) -> Token:

@@ -11,6 +11,11 @@ import pytest
 
 from loongd.model.cache import converted_dir
 
+# Without a GPU, kernels run in Triton's interpreter. Triton reads this when it is imported, which
+# any test module may cause, so it is set before the first of them.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loongd.errors import WorkerError
 from loongd.wire import Sampling
 
 _GREEDY_TEMPERATURE = 1e-5
@@ -34,9 +33,13 @@ _BROKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A drawn token; `logprob` and `top` (id, log-probability; best first) when asked for."""
+    """A drawn token; `logprob` and `top` (id, log-probability; best first) when asked for.
 
-    token: int
+    `token` is None where none can be drawn: a logit is NaN or infinite, or all are banned. That
+    is the row's own failure; the other rows of the batch are as good as ever.
+    """
+
+    token: int | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
@@ -51,9 +54,6 @@ def sample(logits_BV: Tensor, params: Sequence[Sampling], positions: Sequence[in
         logits_BV: fp32 logits.
         params: how each row is drawn.
         positions: position that each drawn token will have in its request.
-
-    Raises:
-        WorkerError: a row holds NaN or infinity, or every token of a row is banned.
     """
     if not params:
         return []
@@ -69,14 +69,11 @@ def sample(logits_BV: Tensor, params: Sequence[Sampling], positions: Sequence[in
         drawn_R = _draw(adjusted_BV[index], block, uniforms)
         tokens_B[index] = torch.where(tokens_B[index] == _BROKEN, _BROKEN, drawn_R)
     tokens: list[int] = tokens_B.tolist()
-    if _BROKEN in tokens:
-        row = tokens.index(_BROKEN)
-        raise WorkerError(
-            f"no token can be drawn at position {positions[row]}: its logits are NaN or infinite, "
-            "or every token is banned"
-        )
     logprobs = _logprobs(logits_BV, params, tokens)
-    return [logprobs.get(row, Drawn(token)) for row, token in enumerate(tokens)]
+    return [
+        Drawn(None) if token == _BROKEN else logprobs.get(row, Drawn(token))
+        for row, token in enumerate(tokens)
+    ]
 
 
 def _argmax(logits_BV: Tensor) -> Tensor:
@@ -182,7 +179,8 @@ def _cutoff(scaled_RV: Tensor, top_k: list[int], top_p_R1: Tensor) -> Tensor:
 
 def _logprobs(logits_BV: Tensor, params: Sequence[Sampling], tokens: list[int]) -> dict[int, Drawn]:
     """Tokens with log-probabilities for the rows that want them."""
-    rows = [row for row, p in enumerate(params) if p.num_logprobs is not None]
+    wanted = enumerate(zip(params, tokens, strict=True))
+    rows = [row for row, (p, t) in wanted if p.num_logprobs is not None and t != _BROKEN]
     if not rows:
         return {}
     index = torch.tensor(rows, device=logits_BV.device)

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from loongd.errors import LoongError, RequestError
 from loongd.profiling.profiler import ProfileRequest
-from loongd.rest.context import CONTEXT
+from loongd.rest.context import CONTEXT, log
 from loongd.rest.errors import json_response
 from loongd.submission import Engine
 
@@ -75,6 +75,9 @@ async def profile(request: web.Request) -> web.StreamResponse:
                 word = await anext(words, None)
         except LoongError as error:
             await response.write(msgspec.json.encode({"error": str(error)}) + b"\n")
+        except ConnectionResetError:
+            log.info("a profile was given up: its client has left")
+            return response
     await response.write_eof()
     return response
 

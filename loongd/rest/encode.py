@@ -96,6 +96,17 @@ async def encode_chat(
     )
 
 
+def check_room(param: str, count: int, limit: int) -> None:
+    """Refuse many more ids than could ever be used, before time is spent on them."""
+    if count > limit:
+        raise too_long(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{count + 1} tokens ({count} in the prompt, 1 in the completion). Please reduce the "
+            "length of the prompt or the completion.",
+            param,
+        )
+
+
 def too_long(message: str, param: str) -> RequestError:
     """A request that can never fit; the code is the one that client libraries look for."""
     return RequestError(message, param=param, code="context_length_exceeded")

@@ -54,7 +54,7 @@ async def generate(
     except RequestError as error:
         context.metrics.request_rejected(error.code or "invalid_request")
         raise
-    answers = submit(context, call)
+    answers = await submit(context, call)
     predicted = [answer.stream.timings.predicted_ttft_s for answer in answers]
     if known := [each for each in predicted if each is not None]:
         request[PREDICTED_TTFT_S] = min(known)  # the call's first token is its first choice's

@@ -6,6 +6,7 @@ means. Does not know: how text becomes tokens, how answers look.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from dataclasses import dataclass
@@ -13,13 +14,23 @@ from dataclasses import dataclass
 from loongd.errors import RequestError
 from loongd.rest import sampling as fields
 from loongd.rest.context import RestContext
-from loongd.rest.encode import check_model, encode_chat, encode_text, need_tokenizer, too_long
+from loongd.rest.encode import (
+    check_model,
+    check_room,
+    encode_chat,
+    encode_text,
+    need_tokenizer,
+    too_long,
+)
 from loongd.rest.protocol import ChatBody, CompletionBody, GenerationBody
 from loongd.rest.stream.answer import Answer, TextOptions
 from loongd.submission import Submission, TokenStream
 from loongd.wire import Sampling
 
 COMPLETION_MAX_TOKENS = 16
+MAX_CHOICES = 1024
+"""Most answers of one call: prompts times n."""
+_SUBMIT_BURST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,13 @@ async def prepare_completion(context: RestContext, body: CompletionBody, respons
         raise fields.bad("best_of", f"must equal n ({checked.n}), but is {body.best_of}.")
     prompts: list[array[int]] = []
     echo: list[str] = []
-    for prompt in _split_prompt(body.prompt):
+    given = _split_prompt(body.prompt)
+    if len(given) * checked.n > MAX_CHOICES:
+        raise fields.bad(
+            "prompt",
+            f"and n make {len(given)} x {checked.n} answers; a call may have {MAX_CHOICES}.",
+        )
+    for prompt in given:
         if isinstance(prompt, str):
             ids = await encode_text(
                 context,
@@ -77,6 +94,7 @@ async def prepare_completion(context: RestContext, body: CompletionBody, respons
                 add_special_tokens=body.add_special_tokens is not False,
             )
         else:
+            check_room("prompt", len(prompt), context.engine.max_model_len)
             fields.check_token_ids("prompt", prompt, context.vocab_size)
             ids = array("i", prompt)
         prompts.append(ids)
@@ -123,11 +141,13 @@ async def prepare_chat(context: RestContext, body: ChatBody, response_id: str) -
     )
 
 
-def submit(context: RestContext, call: Call) -> list[Answer]:
+async def submit(context: RestContext, call: Call) -> list[Answer]:
     """Hand all submissions to the engine, or none. Raises RequestError when it refuses one."""
     answers: list[Answer] = []
     try:
-        for submission in call.submissions:
+        for number, submission in enumerate(call.submissions):
+            if number % _SUBMIT_BURST == _SUBMIT_BURST - 1:
+                await asyncio.sleep(0)  # a call of many choices must not stop everybody else
             stream: TokenStream = context.engine.submit(submission)
             answers.append(
                 Answer(
@@ -137,7 +157,7 @@ def submit(context: RestContext, call: Call) -> list[Answer]:
                     options=call.text,
                 )
             )
-    except RequestError:
+    except (RequestError, asyncio.CancelledError):
         for answer in answers:
             answer.stream.cancel("error")
         raise

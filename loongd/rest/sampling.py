@@ -19,6 +19,8 @@ from loongd.wire import Sampling
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_IDS = 1024
 
 # Below this a temperature is greedy (vLLM's bound): dividing logits by it would overflow.
 _GREEDY_TEMPERATURE = 1e-5
@@ -71,9 +73,7 @@ def build_sampling(
     check_range("min_p", value["min_p"], 0, 1)
     check_range("presence_penalty", value["presence_penalty"], -2, 2)
     check_range("frequency_penalty", value["frequency_penalty"], -2, 2)
-    check_range("repetition_penalty", value["repetition_penalty"], 0, math.inf)
-    if value["repetition_penalty"] == 0:
-        raise bad("repetition_penalty", "must be above 0, but is 0.")
+    check_range("repetition_penalty", value["repetition_penalty"], 0.01, 100)
     temperature = float(value["temperature"])
     return Sampling(
         temperature=0.0 if temperature < _GREEDY_TEMPERATURE else temperature,
@@ -108,6 +108,9 @@ def collect_stops(body: GenerationBody) -> tuple[str, ...]:
         raise bad("stop", f"may hold at most {MAX_STOPS} strings, but holds {len(stops)}.")
     if "" in stops:
         raise bad("stop", "must not hold an empty string.")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise bad("stop", f"may be {MAX_STOP_CHARS} characters long, but has {longest}.")
     return stops
 
 
@@ -116,6 +119,8 @@ def collect_stop_ids(
 ) -> frozenset[int]:
     """The tokens that end an answer: end-of-sequence unless ignored, and the client's own."""
     own = body.stop_token_ids or []
+    if len(own) > MAX_IDS:
+        raise bad("stop_token_ids", f"may hold at most {MAX_IDS} ids, but holds {len(own)}.")
     check_token_ids("stop_token_ids", own, vocab_size)
     return frozenset(own) | (frozenset() if body.ignore_eos else eos_token_ids)
 
@@ -132,6 +137,9 @@ def check_token_ids(param: str, ids: list[int], vocab_size: int) -> None:
 
 
 def _bias(logit_bias: dict[str, float] | None, vocab_size: int) -> list[tuple[int, float]]:
+    num_ids = len(logit_bias or {})
+    if num_ids > MAX_IDS:
+        raise bad("logit_bias", f"may hold at most {MAX_IDS} ids, but holds {num_ids}.")
     bias: list[tuple[int, float]] = []
     for key, weight in (logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):

@@ -11,10 +11,19 @@ from array import array
 from aiohttp import web
 
 from loongd.rest.context import CONTEXT
-from loongd.rest.encode import check_model, encode_chat, encode_text, need_tokenizer
+from loongd.rest.encode import (
+    check_model,
+    check_room,
+    encode_chat,
+    encode_text,
+    need_tokenizer,
+)
 from loongd.rest.errors import json_response
 from loongd.rest.protocol import DetokenizeBody, TokenizeBody, decode
 from loongd.rest.sampling import bad, check_token_ids
+
+_MIN_LIMIT = 131_072
+"""Ids that /detokenize takes even where the model's context is shorter."""
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -58,6 +67,7 @@ async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     body = decode(await request.read(), DetokenizeBody)
     check_model(context, body.model)
+    check_room("tokens", len(body.tokens), max(context.engine.max_model_len, _MIN_LIMIT))
     check_token_ids("tokens", body.tokens, context.vocab_size)
     tokenizer = need_tokenizer(context, "tokens")
     text = tokenizer.decode(array("i", body.tokens), skip_special_tokens=False)

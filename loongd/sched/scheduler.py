@@ -186,7 +186,10 @@ class Scheduler:
             if not samples:
                 continue
             if token is None:
-                message = f"step {step.step_id} returned no token for {request.request_id}"
+                message = (
+                    f"no token can be drawn for {request.request_id}: its logits are not finite, "
+                    "or its parameters exclude every token"
+                )
                 self._fail(request, message, code="step_failed", status=500, now=event.now)
             else:
                 self._on_token(request, token, event.now)

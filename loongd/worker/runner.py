@@ -98,14 +98,7 @@ class Runner:
         num_slots = start.kv_pool_tokens or _pool_tokens(start, spec, model, device, dtype)
         if tensor_parallel is not None:
             num_slots = tensor_parallel.smallest(num_slots, device)
-        kv = KvCache(
-            num_layers=spec.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        kv = _make_pool(spec, num_slots, dtype, device)
         backend = select_backend(device, dtype, spec.head_dim, spec.head_dim**-0.5)
         parts = Parts(
             spec,
@@ -171,7 +164,8 @@ class Runner:
     def run(self, step: RunStep) -> list[Sampled]:
         """This worker's part of a step; collective over all workers of its members.
 
-        Tokens are drawn by the first worker of an instance; the others return none.
+        Tokens are drawn by the first worker of an instance; the others return none. A request
+        for which none can be drawn is left out.
         Raises PlanError for a plan that contradicts the pool, WorkerError for lost peers or
         broken logits, RuntimeError from torch; the pool is as before in all cases.
         """
@@ -232,18 +226,19 @@ class Runner:
         positions = [e.start + len(e.tokens) // 4 for e in layout.sampled]
         drawn = sample(logits_BV, params, positions)
         return [
-            _sampled(extend.request_id, token)
-            for extend, token in zip(layout.sampled, drawn, strict=True)
+            _sampled(extend.request_id, token, one)
+            for extend, one in zip(layout.sampled, drawn, strict=True)
+            if (token := one.token) is not None
         ]
 
     def _tensor(self, values: object) -> Tensor:
         return torch.as_tensor(values).to(self.parts.device, non_blocking=True)
 
 
-def _sampled(request_id: str, drawn: Drawn) -> Sampled:
+def _sampled(request_id: str, token: int, drawn: Drawn) -> Sampled:
     return Sampled(
         request_id=request_id,
-        token=drawn.token,
+        token=token,
         logprob=drawn.logprob,
         top_ids=array("i", [token for token, _ in drawn.top]).tobytes(),
         top_logprobs=array("f", [logprob for _, logprob in drawn.top]).tobytes(),
@@ -288,6 +283,28 @@ def _join_world(start: Start, device: torch.device) -> tuple[Transport, DistTens
         tensor_parallel_size=start.tensor_parallel_size,
     )
     return transport, transport.tensor_parallel
+
+
+def _make_pool(
+    spec: ModelSpec, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> KvCache:
+    """The pool. Raises WorkerError with the sizes when the device cannot hold it."""
+    try:
+        return KvCache(
+            num_layers=spec.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:
+        element = torch.empty(0, dtype=dtype).element_size()
+        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
+        raise WorkerError(
+            f"a KV pool of {num_slots:,} tokens needs {num_slots * token_bytes / 2**30:,.1f} GiB, "
+            f"which {_device_name(device)} cannot give; lower kv_pool_tokens"
+        ) from error
 
 
 def _pool_tokens(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -101,6 +103,7 @@ class Cluster:
         work: list[tuple[Sequence, int, int | None, list[tuple[int, int]]]],
         *,
         sample: bool = True,
+        sampling: Mapping[str, Sampling] = MappingProxyType({}),
     ) -> dict[str, Sampled]:
         """One step: (sequence, new tokens, master or None, keep) for each request of the batch."""
         batch = []
@@ -118,7 +121,7 @@ class Cluster:
                     keep=keep if master is None else [],
                     cached=list(sequence.segments),
                     holders=holders,
-                    sampling=GREEDY if sample else None,
+                    sampling=sampling.get(sequence.name, GREEDY) if sample else None,
                     holder_tokens=[sequence.on(m) for m in holders],
                 )
             )

@@ -12,6 +12,7 @@ import torch
 from cluster_kit import Cluster, Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loongd.wire import Sampling
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 NUM_INSTANCES = 4
@@ -169,6 +170,22 @@ def test_a_batch_of_ragged_requests_with_targets_and_masters_of_their_own(
         ]
         sampled = cluster.extend([1, 3, 0, 2], work)
         cluster.check(*sequences)
+
+
+def test_a_request_without_a_drawable_token_is_left_out_and_harms_no_other(
+    llama_dir: Path,
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
+    cluster = Cluster(llama_dir, NUM_INSTANCES)
+    sequences = [Sequence(str(n), [(31 * i + n) % 199 for i in range(9)]) for n in range(3)]
+    work = [(sequence, 9, None, [(0, 9)]) for sequence in sequences]
+    none_allowed = {"1": Sampling(banned=list(range(199)), num_logprobs=1)}
+    sampled = cluster.extend([0, 1], work, sampling=none_allowed)
+    assert sorted(sampled) == ["0", "2"]
+    for sequence in (sequences[0], sequences[2]):
+        expected = int(_expected(model, sequence.tokens).argmax())
+        assert sampled[sequence.name].token == expected
+    cluster.check(*sequences)
 
 
 PLANS = (

@@ -70,6 +70,51 @@ def test_a_frozen_worker_is_replaced_within_seconds(smollm2_dir: Path) -> None:
         server.wait_empty()
 
 
+@pytest.mark.parametrize("prompt_tokens", [20, 300])
+def test_a_request_that_leaves_no_token_fails_alone(prompt_tokens: int, smollm2_dir: Path) -> None:
+    """All tokens but end-of-sequence are pushed away, and that is banned: on one and on two."""
+    with serving(
+        *("--model", str(smollm2_dir), "--prefill-tokens-per-instance", "100"), instances=2
+    ) as server:
+        body = {"prompt": list(range(20, 20 + prompt_tokens)), "max_tokens": 4}
+        good: list[Any] = []
+        threads = [_ask(server, good, **body) for _ in range(3)]
+        pids = server.worker_pids()
+        bad = {**body, "min_tokens": 2, "logprobs": 1, "ignore_eos": False}
+        bad |= {"stop_token_ids": list(range(1024))}
+        assert server.post("/v1/completions", bad)[0] == 200
+        status, answer = server.post("/v1/completions", {**body, "repetition_penalty": 1e-300})
+        assert (status, answer["error"]["param"]) == (400, "repetition_penalty")
+        for thread in threads:
+            thread.join()
+        assert [status for status, _ in good] == [200] * 3
+        assert server.worker_pids() == pids
+
+
+def test_a_death_during_a_restart_is_one_more_restart(smollm2_dir: Path) -> None:
+    with serving("--model", str(smollm2_dir), instances=2) as server:
+        answers: list[Any] = []
+        thread = _ask(server, answers, prompt=list(range(20, 60)), max_tokens=60)
+        _wait_for_decode(server)
+        first = server.worker_pids()
+        os.kill(first[0], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not (young := _workers_of(server.process.pid) - set(first)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(min(young), signal.SIGKILL)
+        thread.join()
+        assert answers[0][0] == 200
+        assert answers[0][1]["usage"]["completion_tokens"] == 60
+        assert "a restart failed" in server.log
+        server.wait_empty()
+
+
+def _workers_of(daemon: int) -> set[int]:
+    children = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
+    return {int(pid) for pid in children}
+
+
 def test_sigterm_lets_running_requests_finish(smollm2_dir: Path) -> None:
     with serving("--model", str(smollm2_dir), instances=2) as server:
         answers: list[Any] = []

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from loongd.errors import WorkerError
 from loongd.model.sampler import Drawn, sample
 from loongd.wire import Sampling, pack_tokens
 
@@ -241,16 +240,21 @@ def test_nearly_zero_temperature_is_greedy():
 
 @pytest.mark.parametrize("p", [Sampling(), Sampling(temperature=1.0, top_p=0.9)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_broken_logits_are_an_error(p, value):
+def test_a_row_with_broken_logits_draws_nothing_and_harms_no_other(p, value):
     logits_BV = logits(3)
+    alone = sample(logits_BV, [p] * 3, [7, 8, 9])
     logits_BV[1, 20] = value
-    with pytest.raises(WorkerError, match="position 8: its logits are NaN or infinite"):
-        sample(logits_BV, [p] * 3, [7, 8, 9])
+    drawn = sample(logits_BV, [p] * 3, [7, 8, 9])
+    assert drawn == [alone[0], Drawn(None), alone[2]]
 
 
-def test_all_banned_is_an_error():
-    with pytest.raises(WorkerError, match="every token is banned"):
-        sample(logits(), [Sampling(banned=list(range(VOCAB)))], [0])
+def test_a_row_without_an_allowed_token_draws_nothing():
+    params = [Sampling(banned=list(range(VOCAB)), num_logprobs=2), Sampling(num_logprobs=2)]
+    logits_BV = logits(2)
+    first, second = sample(logits_BV, params, [0, 0])
+    assert first == Drawn(None)
+    assert second.token == int(logits_BV[1].argmax())
+    assert len(second.top) == 2
 
 
 def test_empty_batch():

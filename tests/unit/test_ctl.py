@@ -346,7 +346,7 @@ cmpl-1  finished  6,012 prompt + 64 generated tokens  4 s
           6012 prompt tokens, up to 64 new ones
   500 ms    ========            prefill     4 0-3                  6,012     1
           4 instances, because 6012 tokens at 512 an instance ask for 12 and 4
-          are idle [1.5 s] [tokens kept: 3006 on 0, 3006 on 1]
+          are idle [1.5 s] [tokens kept: 3,006 on 0, 3,006 on 1]
      2 s            ==========  decode      2 0,1       0             63    63
           scaled down to the instances that hold its tokens [2 s] [tokens kept:
           63 on 0]
