@@ -81,7 +81,7 @@ def test_greedy_tokens_in_elastic_chunks_equal_transformers(
     """The default policy with a bound so small that long prompts run in several chunks."""
     with serving(
         *("--model", str(smollm2_dir), "--dtype", "float32", "--kv-pool-tokens", "3000"),
-        *("--max-prefill-wait", "1.5"),
+        *("--max-prefill-wait", "1"),
         instances=3,
     ) as server:
         last = _check_all(server, expected)
