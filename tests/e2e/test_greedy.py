@@ -78,10 +78,10 @@ def test_greedy_tokens_on_all_instances_equal_transformers(
 def test_greedy_tokens_in_elastic_chunks_equal_transformers(
     smollm2_dir: Path, expected: list[tuple[list[int], list[int]]]
 ) -> None:
-    """The default policy with a bound so small that long prompts run in several chunks."""
+    """Policy loongserve with a bound so small that long prompts run in several chunks."""
     with serving(
         *("--model", str(smollm2_dir), "--dtype", "float32", "--kv-pool-tokens", "3000"),
-        *("--max-prefill-wait", "1"),
+        *("--policy", "loongserve", "--max-prefill-wait", "1"),
         instances=3,
     ) as server:
         last = _check_all(server, expected)
