@@ -186,10 +186,8 @@ class Scheduler:
             if not samples:
                 continue
             if token is None:
-                message = (
-                    f"no token can be drawn for {request.request_id}: its logits are not finite, "
-                    "or its parameters exclude every token"
-                )
+                why = "no logit is finite and allowed by its parameters"
+                message = f"no token can be drawn for {request.request_id}: {why}"
                 self._fail(request, message, code="step_failed", status=500, now=event.now)
             else:
                 self._on_token(request, token, event.now)
