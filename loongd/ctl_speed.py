@@ -76,7 +76,9 @@ def profile(answer: Json) -> str:
             f"dop {fit['dop']:<4} {fit['num_masters']:<8} {step:<10} {seconds(each):<12} "
             f"{seconds(c['kv_token_s'] * 1e3):<17} {_error(fit)}"
         )
-    rows += ["", f"compute-bound from {one['compute_bound_batch']:,} requests a master"]
+    bound = one["compute_bound_batch"]
+    beyond = bound > max(fit["max_batch"] for fit in one["decode"])
+    rows += ["", f"compute-bound from {'more than measured' if beyond else f'{bound:,} requests'}"]
     if answer.get("path"):
         rows.append(f"saved as {answer['path']}")
     return "\n".join(rows)

@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from loongd import __version__, node, systemd
 from loongd.checkpoint import Checkpoint, open_checkpoint
 from loongd.config import Config
 from loongd.errors import ConfigError, WorkerError
-from loongd.manager import GlobalManager
+from loongd.manager import GlobalManager, Starts
 from loongd.metrics import Metrics
 from loongd.pool import WorkerPool
 from loongd.profiling.facts import model_facts
@@ -76,7 +77,7 @@ class Daemon:
             manager, context = self._build(model, speed)
             stack.push_async_callback(manager.stop)
             await self._serve(stack, context, manager)
-            starts = self._starts(model, manager)
+            starts = self._starts(model)
             if not await self._unless_stopped(manager.start(starts, self._on_progress)):
                 return 0
             speed.use_best(manager.device_name)
@@ -180,7 +181,7 @@ class Daemon:
         socket_path.chmod(0o600)
         _log.info("API on %s, not ready yet; admin socket %s", manager.node["api"], socket_path)
 
-    def _starts(self, model: Checkpoint, manager: GlobalManager) -> Any:
+    def _starts(self, model: Checkpoint) -> Starts:
         config = self._config
         max_len = config.max_model_len or model.spec.max_context_tokens
         num_workers = self._num_instances * config.tensor_parallel_size
@@ -257,7 +258,7 @@ class Daemon:
             manager.give_up()
             await asyncio.sleep(_LAST_WORDS_S)  # for the answers that say so
 
-    async def _unless_stopped(self, work: Any) -> bool:
+    async def _unless_stopped(self, work: Awaitable[None]) -> bool:
         """Wait for `work`; False (and cancelled) when a signal came first."""
         task = asyncio.ensure_future(work)
         await _first(task, asyncio.create_task(self._stop.wait()))

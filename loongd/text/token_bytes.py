@@ -81,10 +81,6 @@ class TokenBytes:
                     f"the decoder {step.get('type', 'null')} in tokenizer.json is not supported"
                 )
 
-    def is_special(self, token: int) -> bool:
-        """Whether `token` is a control token, which is no text."""
-        return token in self._specials
-
     def of(self, token: int) -> bytes:
         """The bytes of one token, specials included; empty for an id that is no token."""
         if not 0 <= token < self.num_tokens:

@@ -121,10 +121,6 @@ class DistTransport:
     def _worker(self, instance: int) -> int:
         return instance * self._size + self._offset
 
-    def close(self) -> None:
-        """Leave the world; never waits for peers that are gone."""
-        dist.destroy_process_group()
-
 
 class DistTensorParallel:
     """The workers of one instance (`loongd.model.llama.TensorParallel`).

@@ -71,8 +71,11 @@ def test_a_frozen_worker_is_replaced_within_seconds(smollm2_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt_tokens", [20, 300])
-def test_a_request_that_leaves_no_token_fails_alone(prompt_tokens: int, smollm2_dir: Path) -> None:
-    """All tokens but end-of-sequence are pushed away, and that is banned: on one and on two."""
+def test_parameters_at_their_bounds_harm_no_neighbour(
+    prompt_tokens: int, smollm2_dir: Path
+) -> None:
+    """As many banned ids as may be, and a penalty beyond its bound, beside others: on one instance
+    and on two. (A row that can draw nothing at all: tests/dist/test_plans.py.)"""
     with serving(
         *("--model", str(smollm2_dir), "--prefill-tokens-per-instance", "100"), instances=2
     ) as server:
