@@ -27,15 +27,25 @@ class _Segment:
 
     def append(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
         end = self.length + len(slots)
+        self._make_room(end)
+        self.slots[self.length : end] = slots
+        self.positions[self.length : end] = positions
+        self.length = end
+
+    def append_one(self, slot: int, position: int) -> None:
+        end = self.length + 1
+        self._make_room(end)
+        self.slots[end - 1] = slot
+        self.positions[end - 1] = position
+        self.length = end
+
+    def _make_room(self, end: int) -> None:
         if end > len(self.slots):
-            room = max(end, 2 * len(self.slots)) - self.length
+            room = max(end, 2 * len(self.slots), 16) - self.length
             self.slots = np.concatenate((self.slots[: self.length], np.empty(room, np.int64)))
             self.positions = np.concatenate(
                 (self.positions[: self.length], np.empty(room, np.int64))
             )
-        self.slots[self.length : end] = slots
-        self.positions[self.length : end] = positions
-        self.length = end
 
 
 class KvCache:
@@ -56,6 +66,8 @@ class KvCache:
         self.v_LSKH = torch.empty(shape, dtype=dtype, device=device)
         self._free = SlotAllocator(num_slots)
         self._segments: dict[int, _Segment] = {}
+        self.rewrites = 0
+        """Grows whenever a segment changes other than by growth at its end, or by its end."""
 
     @property
     def total(self) -> int:
@@ -90,8 +102,28 @@ class KvCache:
             known.append(slots, positions)
         return slots
 
+    def extend_one(self, segment: int, position: int, *, after: Sequence[int]) -> int:
+        """The slot of one new token, as `extend` gives it. Raises PlanError when none is free."""
+        known = self._segments.get(segment)
+        if known is not None and known.length:
+            last: int | None = int(known.slots[known.length - 1])
+        else:
+            last = self._last_slot(after)
+        slot = self._free.allocate_one(after=last)
+        if known is None:
+            empty = np.empty(0, np.int64)
+            known = self._segments[segment] = _Segment(empty, empty, 0)
+        known.append_one(slot, position)
+        return slot
+
+    def length_of(self, segment: int) -> int:
+        """Tokens of a segment that are here."""
+        known = self._segments.get(segment)
+        return 0 if known is None else known.length
+
     def truncate(self, segment: int, count: int) -> None:
-        """Take back the newest `count` tokens of a segment (a step that failed)."""
+        """Take back the newest `count` tokens of a segment (a step that failed, KV that moved)."""
+        self.rewrites += 1
         known = self._segments[segment]
         keep = known.length - count
         self._free.free(known.slots[keep : known.length])

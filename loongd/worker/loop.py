@@ -1,7 +1,9 @@
 """The worker's main loop: receive a message, do it, answer.
 
 Knows: the socket and the order of messages. Does not know: how a step is computed.
-Synchronous on purpose: a step is the only work a worker has, and it has one at a time.
+Synchronous on purpose: steps are the only work a worker has, and they run one after the other. But
+while a step is with the device the socket is looked at, so that the step that follows it is queued
+behind it and the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -23,7 +27,6 @@ from loongd.wire import (
     Progress,
     RunMigrate,
     RunStep,
-    Sampled,
     Start,
     StepDone,
     StepFailed,
@@ -33,11 +36,23 @@ from loongd.wire import (
     decode_to_worker,
     encode,
 )
+from loongd.worker.flight import Flight, Landed
 from loongd.worker.heart import Pulse
 from loongd.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
 _ORPHAN_CHECK_MS = 1000
+_FLIGHT_CHECK_S = 20e-6
+"""Between two looks at a step that is with the device."""
+
+
+@dataclass(slots=True)
+class _Started:
+    """A step that is with the device."""
+
+    step_id: int
+    flight: Flight
+    began_s: float
 
 
 class WorkerLoop:
@@ -50,6 +65,8 @@ class WorkerLoop:
         self._parent = os.getppid()
         self._epoch = 0
         self._runner: Runner | None = None
+        self._started: deque[_Started] = deque()
+        self._ended_s = 0.0
 
     def run(self) -> int:
         """Exit code: 0 after `Stop` or when the daemon is gone, 1 after a fatal error."""
@@ -70,9 +87,14 @@ class WorkerLoop:
         return 0
 
     def _receive(self) -> bytes | None:
-        """The next message; None when the daemon has died."""
-        while not self._socket.poll(_ORPHAN_CHECK_MS):
-            if os.getppid() != self._parent:
+        """The next message; None when the daemon has died. Reports steps that end meanwhile."""
+        while not self._socket.poll(0 if self._started else _ORPHAN_CHECK_MS):
+            if self._started:
+                if self._started[0].flight.ready():
+                    self._report()
+                else:
+                    time.sleep(_FLIGHT_CHECK_S)
+            elif os.getppid() != self._parent:
                 return None
         return self._socket.recv()
 
@@ -99,9 +121,11 @@ class WorkerLoop:
         if step.epoch != self._epoch:
             self._refuse(step, f"epoch {step.epoch}, this worker is in {self._epoch}")
             return
-        began = time.perf_counter()
+        while self._started and not (isinstance(step, RunStep) and step.follows):
+            self._report()
+        began_s = time.perf_counter()
         try:
-            sampled = self._run(runner, step)
+            flight = self._launch(runner, step)
         except (LoongError, RuntimeError) as error:
             # With others in the step, they would wait for this worker: only alone can it go on.
             # (A LoongError of a single member comes before or after all that its workers share.)
@@ -110,21 +134,34 @@ class WorkerLoop:
             _log.warning("step %d failed: %s", step.step_id, _first_line(error))
             self._refuse(step, _first_line(error))
             return
+        self._started.append(_Started(step.step_id, flight, began_s))
+        if flight.ready():
+            while self._started:
+                self._report()
+
+    def _report(self) -> None:
+        """Wait for the oldest started step and tell the daemon."""
+        started = self._started.popleft()
+        sampled = started.flight.wait()
+        now = time.perf_counter()
+        # one that was queued behind another had the device only after that had ended
+        elapsed_s = now - max(started.began_s, self._ended_s)
+        self._ended_s = now
         self._send(
             StepDone(
                 instance=self._instance,
-                step_id=step.step_id,
-                elapsed_s=time.perf_counter() - began,
+                step_id=started.step_id,
+                elapsed_s=elapsed_s,
                 sampled=sampled,
             )
         )
 
     @staticmethod
-    def _run(runner: Runner, step: RunStep | RunMigrate) -> list[Sampled]:
+    def _launch(runner: Runner, step: RunStep | RunMigrate) -> Flight:
         if isinstance(step, RunStep):
-            return runner.run(step)
+            return runner.launch(step)
         runner.migrate(step)
-        return []
+        return Landed([])
 
     def _refuse(self, step: RunStep | RunMigrate, message: str) -> None:
         self._send(StepFailed(instance=self._instance, step_id=step.step_id, message=message))

@@ -43,6 +43,25 @@ class SlotAllocator:
         self.num_free -= count
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
+    def allocate_one(self, *, after: int | None) -> int:
+        """One slot, if possible right behind slot `after`, else any: decode takes hundreds a step.
+
+        Raises PlanError when none is free.
+        """
+        if not self.num_free:
+            raise PlanError(f"1 KV slot needed, 0 of {self.total} free")
+        at = -1
+        if after is not None:
+            at = bisect_left(self._starts, after + 1)
+            if at == len(self._starts) or self._starts[at] != after + 1:
+                at = -1
+        slot = self._starts[at]
+        self._starts[at] += 1
+        if self._starts[at] == self._ends[at]:
+            del self._starts[at], self._ends[at]
+        self.num_free -= 1
+        return slot
+
     def free(self, slots: npt.NDArray[np.int64]) -> None:
         """Give slots back; each must be in use (asserted by `check` in tests)."""
         if len(slots) == 0:

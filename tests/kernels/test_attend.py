@@ -72,6 +72,26 @@ def test_split_kv_ignores_slots_past_the_last_span(device: torch.device) -> None
     assert_close(lse, expected[1], FULL)
 
 
+def test_split_kv_with_gaps_between_spans(device: torch.device) -> None:
+    """Spans anywhere in a table, padding rows of no key, and a given place for the result."""
+    p = make_problem([1, 1], [20, 9], heads=(4, 2), head_dim=64, dtype=FULL, device=device)
+    table = torch.full((100,), 1 << 30, dtype=torch.int32, device=device)
+    table[50:70], table[10:19] = p.slots[:20].int(), p.slots[20:].int()
+    begins = torch.tensor([50, 10, 0], dtype=torch.int32, device=device)
+    ends = torch.tensor([70, 19, 0], dtype=torch.int32, device=device)
+    q = torch.cat((p.q, p.q[:1]))
+    place = torch.full((3, 4, 64), torch.nan, device=device), torch.zeros(3, 4, device=device)
+    more = {"k_ends": ends, "scale": p.scale, "out": place}
+    with poisoned():
+        attend.split_kv(q, p.k, p.v, table, None, begins, tiling=SMALL, **more)
+    double_q, k, v, slots = p.doubled
+    expected = reference.split_kv(double_q, k, v, slots, None, p.cu_k, scale=p.scale)
+    assert_close(place[0][:2], expected[0], FULL)
+    assert_close(place[1][:2], expected[1], FULL)
+    assert not place[0][2].any()
+    assert bool((place[1][2] == -torch.inf).all())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("q_lens", "k_lens"),

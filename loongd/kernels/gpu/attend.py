@@ -28,6 +28,8 @@ def split_kv(
     *,
     scale: float,
     max_q: int = 1,
+    k_ends: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Few queries a span over the pool: float32 out_TNH and lse_TN (natural logarithm).
@@ -40,24 +42,29 @@ def split_kv(
         k_SKH, v_SKH: one layer of the pool.
         slots: packed slots of all spans, int32 or int64; may be longer than `cu_k[-1]`.
         cu_q: (B + 1) int32 ends of the spans' queries; None when span i is query i.
-        cu_k: (B + 1) int32 ends of the spans' slots.
+        cu_k: (B + 1) int32 ends of the spans' slots; with `k_ends` the (B,) first ones.
         scale: factor of the scores.
         max_q: at least the longest span's queries; times the group at most `MAX_DECODE_ROWS`.
+        k_ends: (B,) int32 ends of the spans' slots, where there are gaps between the spans.
+        out: contiguous float32 out_TNH and lse_TN to write into, on this device or on a peer's
+            that is mapped here; new by default.
         tiling: sizes of the launch; by default those measured best.
     """
-    num_spans = len(cu_k) - 1
+    k_begins, k_ends = (cu_k, k_ends) if k_ends is not None else (cu_k[:-1], cu_k[1:])
+    num_spans = len(k_begins)
     group = q_TNH.shape[1] // k_SKH.shape[1]
     assert max_q * group <= MAX_DECODE_ROWS
     if tiling is None:
         tiling = decode_tiling(q_TNH.device, q_TNH.dtype, q_TNH.shape[2], max_q * group)
-    out, lse = _empty_like(q_TNH)
+    if out is None:
+        out = _empty_like(q_TNH)
     if num_spans == 0:
-        return out, lse
+        return out
     ends = torch.empty(num_spans + 1, dtype=torch.int32, device=q_TNH.device)
-    tables = (cu_q, cu_k, None, ends)
+    tables = (cu_q, k_begins, k_ends, None, ends)
     work = (num_spans, max_q * group)
-    _launch(q_TNH, k_SKH, v_SKH, slots, tables, (out, lse), work, scale, tiling, causal=False)
-    return out, lse
+    _launch(q_TNH, k_SKH, v_SKH, slots, tables, out, work, scale, tiling, causal=False)
+    return out
 
 
 def extend(
@@ -95,7 +102,7 @@ def extend(
     tiles, ends = plan_tiles(ranges, group, tiling.block_m, tiling.block_k, causal, q_TNH.device)
     if len(tiles) == 0:
         return out
-    tables = (None, None, tiles, ends)
+    tables = (None, None, None, tiles, ends)
     work = (len(tiles), most)
     _launch(q_TNH, k_SKH, v_SKH, slots, tables, out, work, scale, tiling, causal=causal)
     return out
@@ -111,7 +118,7 @@ def _launch(
     k_SKH: Tensor,
     v_SKH: Tensor,
     slots: Tensor | None,
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor],
+    tables: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor],
     state: tuple[Tensor, Tensor],
     work: tuple[int, int],
     scale: float,
@@ -120,7 +127,7 @@ def _launch(
     causal: bool,
 ) -> None:
     """`work` is the number of tiles and the most rows of a span."""
-    cu_q, cu_k, tiles, ends = tables
+    cu_q, k_begins, k_ends, tiles, ends = tables
     num_tiles, most_rows = work
     num_heads, head_dim = q_TNH.shape[1:]
     num_kv_heads = k_SKH.shape[1]
@@ -143,7 +150,8 @@ def _launch(
         v_SKH,
         slots,
         cu_q,
-        cu_k,
+        k_begins,
+        k_ends,
         tiles,
         ends,
         *state,

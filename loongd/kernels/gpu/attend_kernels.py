@@ -102,7 +102,8 @@ def attend_shares(
     v_ptr,
     slots_ptr,
     cu_q_ptr,
-    cu_k_ptr,
+    k_begins_ptr,
+    k_ends_ptr,
     tiles_ptr,
     ends_ptr,
     out_ptr,
@@ -133,7 +134,8 @@ def attend_shares(
     """One share of the work for one kv head; grid (kv heads, shares).
 
     PLANNED: `tiles_ptr` (T, 5) and `ends_ptr` (T + 1) come from the host. Otherwise each span is
-    one tile, the list is derived from `cu_k_ptr`, and `ends_ptr` is written for `merge_shares`.
+    one tile, the list is derived from the spans' first slots and ends (`k_begins_ptr`,
+    `k_ends_ptr`), and `ends_ptr` is written for `merge_shares`.
     """
     head = tl.program_id(0)
     share = tl.program_id(1)
@@ -143,8 +145,8 @@ def attend_shares(
         ends_T = at_T
     else:
         real_T = at_T < num_tiles
-        k_begin = tl.load(cu_k_ptr + at_T, mask=real_T, other=0)
-        k_end = tl.load(cu_k_ptr + at_T + 1, mask=real_T, other=0)
+        k_begin = tl.load(k_begins_ptr + at_T, mask=real_T, other=0)
+        k_end = tl.load(k_ends_ptr + at_T, mask=real_T, other=0)
         ends_T = tl.cumsum((k_end - k_begin + BLOCK_K - 1) // BLOCK_K, 0)
         total = tl.max(ends_T, 0)
         if (head == 0) & (share == 0):
@@ -171,8 +173,8 @@ def attend_shares(
             k_start = tl.load(tiles_ptr + tile * 5 + 2)
             k_len = tl.load(tiles_ptr + tile * 5 + 3)
         else:
-            k_start = tl.load(cu_k_ptr + tile)
-            k_len = tl.load(cu_k_ptr + tile + 1) - k_start
+            k_start = tl.load(k_begins_ptr + tile)
+            k_len = tl.load(k_ends_ptr + tile) - k_start
         begin = tl.maximum(lo, tile_lo) - tile_lo
         end = tl.minimum(hi, tile_hi) - tile_lo
         if end > begin:

@@ -1,0 +1,296 @@
+"""Decode on a GPU: each shape of step is captured once as a CUDA graph and then replayed.
+
+Knows: how a graph reads a step's numbers, draws the best tokens and leaves them on the device for
+the step that follows; exchanges with other members are part of the graph (`worker.peers`).
+Does not know: plans that are not decode, groups' reasons, sockets.
+
+One launch a step instead of some hundreds: an eager step of an 8B model takes 18 ms of launches, of
+which the device needs 4. All graphs share one memory pool; they run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loongd.kernels.dispatch import pick
+from loongd.kernels.merge import merge_state_
+from loongd.kernels.pool import rope_store_kv
+from loongd.kernels.sampling import best_tokens
+from loongd.model.llama import Llama
+from loongd.model.sampler import Drawing, Drawn, sample_once
+from loongd.worker.decode_layout import (
+    BEGIN,
+    BUCKETS,
+    END,
+    ENTRY,
+    NUM_COLUMNS,
+    POSITION,
+    SLOT,
+    SOURCE,
+    TOKEN,
+    DecodeRows,
+    DecodeShape,
+)
+from loongd.worker.kvcache import KvCache
+from loongd.worker.peers import PeerMemory
+from loongd.worker.slot_table import SlotTable
+
+_STAGES = 4
+"""Copies of a graph's numbers on the host: one is read by the device while the next is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What graphs are made of; `peers` is None where there are none, or they cannot be reached."""
+
+    model: Llama
+    kv: KvCache
+    table: SlotTable
+    peers: PeerMemory | None
+    scale: float
+
+
+class GroupAttention:
+    """One layer's attention of a decode step, as `loongd.model.llama.Attention`."""
+
+    def __init__(self, engine: Engine, shape: DecodeShape, columns: Tensor) -> None:
+        self._engine = engine
+        self._shape = shape
+        self._columns = columns
+        self._split_kv = pick("attend", columns.device).split_kv
+
+    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Ask the holders, attend to what is here, answer others, merge in group order."""
+        del k_TKH, v_TKH  # `store` has them
+        peers, asks = self._engine.peers, self._shape.asks
+        if peers is None or not asks:
+            # nothing is merged into it, so that it may be of the model's type
+            lse = torch.empty(q_TNH.shape[:2], dtype=torch.float32, device=q_TNH.device)
+            out, _ = self._over_pool(layer, q_TNH, BEGIN, out=(q_TNH.new_empty(q_TNH.shape), lse))
+            self.answer(layer)
+            return out
+        q_TNH = q_TNH.contiguous()
+        for peer in asks:
+            peers.ask(peer, q_TNH)
+        out, lse = self._over_pool(layer, q_TNH, BEGIN)
+        self.answer(layer)
+        for peer in asks:
+            merge_state_(out, lse, *peers.await_answer(peer, len(q_TNH)))
+        return out
+
+    def store(
+        self,
+        layer: int,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cos_TH: Tensor,
+        sin_TH: Tensor,
+    ) -> None:
+        """Rotate and store, as `loongd.model.llama.Store`."""
+        pool = self._engine.kv.k_LSKH[layer], self._engine.kv.v_LSKH[layer]
+        rope_store_kv(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH, self._columns[SLOT], *pool)
+
+    def answer(self, layer: int) -> None:
+        """Answer the members that ask."""
+        peers, shape = self._engine.peers, self._shape
+        if peers is None:
+            return
+        for number, peer in enumerate(shape.answers):
+            q_RNH = peers.await_question(peer, shape.bucket)
+            place = peers.answer_place(peer, shape.bucket)
+            self._over_pool(layer, q_RNH, NUM_COLUMNS + 2 * number, out=place)
+            peers.answered(peer)
+
+    def _over_pool(
+        self, layer: int, q_RNH: Tensor, column: int, *, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        engine = self._engine
+        found: tuple[Tensor, Tensor] = self._split_kv(
+            q_RNH,
+            engine.kv.k_LSKH[layer],
+            engine.kv.v_LSKH[layer],
+            engine.table.slots_S,
+            None,
+            self._columns[column],
+            k_ends=self._columns[column + END - BEGIN],
+            scale=engine.scale,
+            out=out,
+        )
+        return found
+
+
+class DecodeStep:
+    """The kernels of one shape of step over fixed tensors; run as it is, or captured."""
+
+    def __init__(self, engine: Engine, shape: DecodeShape, drawn_B: Tensor) -> None:
+        """`drawn_B` (int64): the last step's tokens, read and then overwritten."""
+        self._engine = engine
+        self.shape = shape
+        self._drawn_B = drawn_B
+        height = NUM_COLUMNS + 2 * len(shape.answers)
+        # columns begin at multiples of 16 bytes, as kernels like it
+        width = max(shape.bucket, 4)
+        device = drawn_B.device
+        self.numbers = torch.zeros((height, width), dtype=torch.int32, device=device)
+        self._attention = GroupAttention(engine, shape, self.numbers[:, : shape.bucket])
+        self.logits_BV: Tensor | None = None
+
+    def run(self) -> None:
+        """All layers, and the best token of each own row. Reads nothing on the host."""
+        engine, bucket = self._engine, self.shape.bucket
+        if not self.shape.owns:
+            for layer in range(len(engine.kv.k_LSKH)):
+                self._attention.answer(layer)
+            return
+        rows = self.numbers[:, :bucket]
+        source = rows[SOURCE].long()
+        # a row that drew nothing has failed, and its request with it: any token will do
+        drawn = self._drawn_B[source.clamp(min=0)].clamp(min=0)
+        tokens = torch.where(source >= 0, drawn, rows[TOKEN].long())
+        engine.table.slots_S.index_copy_(0, rows[ENTRY].long(), rows[SLOT])
+        positions = rows[POSITION].long()
+        attention = self._attention
+        hidden_TD = engine.model.forward(
+            tokens, positions, positions + 1, attention, store=attention.store
+        )
+        self.logits_BV = engine.model.head(hidden_TD)
+        self._drawn_B[:bucket].copy_(best_tokens(self.logits_BV))
+
+
+class _Direct:
+    """A step whose kernels are launched anew each time: where there are no graphs."""
+
+    def __init__(self, step: DecodeStep) -> None:
+        self.step = step
+
+    def replay(self, rows: DecodeRows) -> None:
+        self.step.numbers[:, : rows.columns.shape[1]] = torch.from_numpy(rows.columns)
+        self.step.run()
+
+
+class _Graph:
+    """A captured step with the host's copies of its numbers."""
+
+    def __init__(self, step: DecodeStep, pool: Any) -> None:
+        self.step = step
+        self._graph = torch.cuda.CUDAGraph()
+        shape = step.numbers.shape
+        self._stages = [torch.zeros(shape, dtype=torch.int32).pin_memory() for _ in range(_STAGES)]
+        # other threads of the process (NCCL's watchdog) may call CUDA meanwhile
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            step.run()
+
+    def replay(self, rows: DecodeRows) -> None:
+        stage = self._stages.pop(0)
+        self._stages.append(stage)
+        stage.numpy()[:, : rows.columns.shape[1]] = rows.columns
+        self.step.numbers.copy_(stage, non_blocking=True)
+        self._graph.replay()
+
+
+class DecodeFlight:
+    """A step that the device works on: its tokens are on their way to `tokens_B`."""
+
+    def __init__(self, tokens_B: Tensor, num_rows: int) -> None:
+        self._tokens_B = tokens_B
+        self._num_rows = num_rows
+        self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def ready(self) -> bool:
+        """Whether the device is through."""
+        done: bool = self._done.query()
+        return done
+
+    def finish(self) -> list[Drawn]:
+        """The own rows' tokens, in order. Raises RuntimeError for what failed on the device."""
+        self._done.synchronize()
+        return _drawn(self._tokens_B[: self._num_rows])
+
+
+def _drawn(tokens_B: Tensor) -> list[Drawn]:
+    return [Drawn(token if token >= 0 else None) for token in tokens_B.tolist()]
+
+
+class DecodeGraphs:
+    """All graphs of a worker. `drawn_B`: the last step's tokens on the device."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._graphs: dict[DecodeShape, _Graph | _Direct] = {}
+        device = engine.kv.device
+        self.drawn_B = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=device)
+        self._on_gpu = device.type == "cuda"
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._tokens = deque(
+            torch.zeros(BUCKETS[-1], dtype=torch.int64, pin_memory=self._on_gpu)
+            for _ in range(_STAGES)
+        )
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether steps with exchanges can be captured."""
+        return self._engine.peers is not None
+
+    def capture(self, buckets: tuple[int, ...], rank: int) -> Iterator[float]:
+        """Capture steps of one instance for these numbers of rows; yields the fraction done.
+
+        Also runs what exchanges need once, with this worker as its own peer, so that every kernel
+        is compiled before anything is captured.
+        """
+        for number, bucket in enumerate(buckets):
+            if number == 0 and self._engine.peers is not None:
+                self._run_once(DecodeShape(bucket, True, (rank,), (rank,)))
+            shape = DecodeShape(bucket, True, (), ())
+            self._run_once(shape)
+            logits_BV = self._graph(shape).step.logits_BV
+            if number == 0 and logits_BV is not None:
+                sample_once(logits_BV[:1])
+            yield (number + 1) / len(buckets)
+
+    def launch(
+        self, rows: DecodeRows, draw: Callable[[Tensor], Drawing] | None
+    ) -> DecodeFlight | Drawing | list[Drawn]:
+        """Start a step. With `draw`, tokens come from it and the logits (B, V), queued behind them.
+
+        Otherwise each row's best token is drawn on the device.
+        """
+        self._engine.table.upload()
+        graph = self._graph(rows.shape)
+        graph.replay(rows)
+        num_rows = len(rows.own)
+        logits_BV = graph.step.logits_BV
+        if draw is not None and num_rows and logits_BV is not None:
+            # the next replay overwrites the logits, but only after what is launched here
+            drawing = draw(logits_BV[:num_rows])
+            self.drawn_B[:num_rows].copy_(drawing.tokens_B)
+            return drawing
+        if not self._on_gpu:
+            return _drawn(self.drawn_B[:num_rows])
+        tokens_B = self._tokens[0]
+        self._tokens.rotate(-1)
+        if num_rows:
+            tokens_B[:num_rows].copy_(self.drawn_B[:num_rows], non_blocking=True)
+        return DecodeFlight(tokens_B, num_rows)
+
+    def _graph(self, shape: DecodeShape) -> _Graph | _Direct:
+        known = self._graphs.get(shape)
+        if known is None:
+            step = DecodeStep(self._engine, shape, self.drawn_B)
+            known = _Graph(step, self._pool) if self._on_gpu else _Direct(step)
+            self._graphs[shape] = known
+        return known
+
+    def _run_once(self, shape: DecodeShape) -> None:
+        step = DecodeStep(self._engine, shape, self.drawn_B)
+        step.numbers[SOURCE] = step.numbers[SLOT] = -1
+        step.numbers[ENTRY] = self._engine.table.scratch
+        step.run()
+        torch.cuda.synchronize(self._engine.kv.device)

@@ -1,0 +1,119 @@
+"""How large an instance's KV pool can be: what memory is left when everything else has its share.
+
+Knows: what a forward pass takes, measured on the device itself. Does not know: the pool's use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loongd.errors import WorkerError
+from loongd.kernels.partials import Partials
+from loongd.model.llama import LINEAR_CHUNK_TOKENS, Llama
+from loongd.model.spec import ModelSpec
+from loongd.wire import Start
+from loongd.worker.kvcache import KvCache
+
+_CPU_POOL_TOKENS = 16384
+"""Default slots of a CPU instance; pages of the pool are taken only when they are written."""
+_CPU_POOL_SHARE = 0.25
+"""Most of the available memory that the pools of all CPU instances may take by default."""
+_PROFILED_TOKENS = 4 * LINEAR_CHUNK_TOKENS
+"""Most tokens of the forward passes that measure the memory of activations."""
+_GPU_RESERVE_BYTES = 2 << 30
+"""Kept for NCCL, cuBLAS and the allocator's fragments."""
+
+
+def device_name(device: torch.device) -> str:
+    """What people call the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def make_pool(spec: ModelSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> KvCache:
+    """The pool. Raises WorkerError with the sizes when the device cannot hold it."""
+    try:
+        return KvCache(
+            num_layers=spec.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:
+        element = torch.empty(0, dtype=dtype).element_size()
+        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
+        raise WorkerError(
+            f"a KV pool of {num_slots:,} tokens needs {num_slots * token_bytes / 2**30:,.1f} GiB, "
+            f"which {device_name(device)} cannot give; lower kv_pool_tokens"
+        ) from error
+
+
+def pool_tokens(
+    start: Start,
+    spec: ModelSpec,
+    model: Llama,
+    partials: Partials,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> int:
+    """How many slots this worker's memory allows. Raises WorkerError when none."""
+    element = torch.empty(0, dtype=dtype).element_size()
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
+    if device.type == "cpu":
+        allowed = int(_available_bytes() * _CPU_POOL_SHARE) // start.world_size
+        tokens = min(_CPU_POOL_TOKENS, allowed // token_bytes)
+    else:
+        total = torch.cuda.get_device_properties(device).total_memory
+        left = int(total * start.gpu_memory_utilization) - _GPU_RESERVE_BYTES
+        left -= torch.cuda.memory_allocated(device)
+        left -= _activation_bytes(start, model, partials, device)
+        tokens = left // token_bytes
+    if tokens < 1:
+        raise WorkerError(
+            f"no memory is left for the KV pool on {device_name(device)} "
+            f"({token_bytes} bytes a token); lower max_model_len or raise gpu_memory_utilization"
+        )
+    return tokens
+
+
+def _activation_bytes(start: Start, model: Llama, partials: Partials, device: torch.device) -> int:
+    """Memory of a step of `max_step_tokens`: measured, or on a line through two smaller ones.
+
+    The linear layers work in chunks, so only what attention needs grows with the step.
+    """
+    wanted = start.max_step_tokens
+    more = min(wanted, _PROFILED_TOKENS)
+    less = more // 2
+    peak, half = (_peak_bytes(model, partials, tokens, device) for tokens in (more, less))
+    per_token = (peak - half) / max(more - less, 1)
+    return int(1.25 * (peak + per_token * (wanted - more)))
+
+
+def _peak_bytes(model: Llama, partials: Partials, tokens: int, device: torch.device) -> int:
+    """Most memory that a forward pass takes on top of what is taken."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+
+    def attention(_: int, q: Tensor, __: Tensor, ___: Tensor) -> Tensor:
+        # Its running result, a part to merge, and about as much again for the ring's two blocks.
+        state, part, blocks = (partials.empty(q) for _ in range(3))
+        partials.merge_(*state, *part)
+        del part, blocks
+        return partials.result(*state, q.dtype)
+
+    model.forward(zeros, zeros, zeros + 1, attention)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise WorkerError("/proc/meminfo has no MemAvailable")
