@@ -28,6 +28,15 @@ from loongd.wire import (
 )
 
 
+def is_penalised(sampling: Sampling) -> bool:
+    """Whether all earlier tokens must be known before the next one can be drawn."""
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+    )
+
+
 @dataclass(slots=True)
 class LiveRequest:
     """An accepted request with the tokens it has so far."""
@@ -37,16 +46,21 @@ class LiveRequest:
     generated: array[int] = field(default_factory=lambda: array("i"))
     last_token_s: float | None = None
     accepted: bool = False
+    penalised: bool = field(init=False)
 
-    def sampling(self) -> Sampling:
-        """How the next token is drawn, with what depends on the tokens so far filled in."""
-        asked = self.submission.sampling
-        too_early = len(self.generated) < self.submission.min_tokens
-        penalised = (
-            asked.presence_penalty or asked.frequency_penalty or asked.repetition_penalty != 1.0
-        )
+    def __post_init__(self) -> None:
+        self.penalised = is_penalised(self.submission.sampling)
+
+    def sampling(self, *, num_in_flight: int = 0) -> Sampling:
+        """How the next token is drawn, with what depends on the tokens so far filled in.
+
+        `num_in_flight` tokens are still to be drawn before it; must be 0 with a penalty.
+        """
+        asked, penalised = self.submission.sampling, self.penalised
+        too_early = len(self.generated) + num_in_flight < self.submission.min_tokens
         if not too_early and not penalised:
             return asked
+        assert not (penalised and num_in_flight), "a penalty needs all tokens before"
         return msgspec.structs.replace(
             asked,
             banned=sorted(self.submission.stop_token_ids) if too_early else [],
@@ -83,30 +97,47 @@ def step_message(
             moves=list(plan.moves),
             verify=verify,
         )
+    if isinstance(plan, PrefillPlan):
+        batch, follows = [_prefill(item, live[item.request_id]) for item in plan.items], 0
+    else:
+        follows = plan.follows
+        batch = [_decode(i, live[i.request_id], follows=follows > 0) for i in plan.items]
     return RunStep(
         step_id=plan.step_id,
         epoch=epoch,
         members=list(plan.members),
-        batch=[_extend(item, live[item.request_id]) for item in plan.items],
+        batch=batch,
+        follows=follows,
     )
 
 
-def _extend(item: PrefillItem | DecodeItem, request: LiveRequest) -> Extend:
-    if isinstance(item, DecodeItem):
-        start, count, master, keep, samples = item.position, 1, item.master, [], True
-    else:
-        start, count, master = item.start, item.num_tokens, None
-        keep, samples = list(item.keep), item.samples
+def _prefill(item: PrefillItem, request: LiveRequest) -> Extend:
     return Extend(
         request_id=item.request_id,
-        tokens=request.tokens(start, count),
-        start=start,
-        master=master,
+        tokens=request.tokens(item.start, item.num_tokens),
+        start=item.start,
+        master=None,
         segment=item.segment,
-        keep=keep,
+        keep=list(item.keep),
         cached=list(item.cached),
         holders=list(item.holders),
-        sampling=request.sampling() if samples else None,
+        sampling=request.sampling() if item.samples else None,
+        holder_tokens=list(item.holder_tokens),
+    )
+
+
+def _decode(item: DecodeItem, request: LiveRequest, *, follows: bool) -> Extend:
+    """`follows`: the token is still to be drawn, by the step in flight."""
+    return Extend(
+        request_id=item.request_id,
+        tokens=b"" if follows else request.tokens(item.position, 1),
+        start=item.position,
+        master=item.master,
+        segment=item.segment,
+        keep=[],
+        cached=list(item.cached),
+        holders=list(item.holders),
+        sampling=request.sampling(num_in_flight=int(follows)),
     )
 
 
@@ -132,7 +163,7 @@ class StepReports:
 
     @property
     def tokens(self) -> tuple[tuple[str, int], ...]:
-        """(request, token) in the plan's order."""
+        """(request, token) in the plan's order; ended requests may be among them."""
         if isinstance(self.plan, MigratePlan):
             return ()
         return tuple(
@@ -160,6 +191,7 @@ def arrival(submission: Submission, now: float) -> Arrived:
         reserve_tokens=submission.reserve_tokens,
         stop_token_ids=submission.stop_token_ids,
         min_tokens=submission.min_tokens,
+        needs_history=is_penalised(submission.sampling),
     )
 
 

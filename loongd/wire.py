@@ -127,6 +127,7 @@ class Start(_Message, frozen=True, tag=1):
     max_step_tokens: int
     seed: int
     tensor_parallel_size: int = 1
+    deterministic: bool = False
 
     @property
     def instance(self) -> int:
@@ -140,12 +141,18 @@ class Start(_Message, frozen=True, tag=1):
 
 
 class RunStep(_Message, frozen=True, tag=2):
-    """Run one step of a group. All members get the same message; refused if `epoch` is old."""
+    """Run one step of a group. All members get the same message; refused if `epoch` is old.
+
+    `follows` is the decode step that this one goes on from, sent before that one has ended (0:
+    none). It has the same members, requests and masters; each request has one new token, the one
+    that `follows` draws for it, so `tokens` is empty.
+    """
 
     step_id: int
     epoch: int
     members: list[int]
     batch: list[Extend]
+    follows: int = 0
 
 
 class RunMigrate(_Message, frozen=True, tag=7):

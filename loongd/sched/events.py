@@ -17,7 +17,8 @@ from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 class Arrived:
     """A new request. `max_tokens` is the hard limit on new tokens; `reserve_tokens` (at most
     `max_tokens`) is the growth that admission counts on; a token in `stop_token_ids` ends the
-    request once `min_tokens` have been produced."""
+    request once `min_tokens` have been produced. With `needs_history` no step is planned for it
+    before all its tokens so far are known (penalties count them)."""
 
     now: float
     request_id: str
@@ -26,6 +27,7 @@ class Arrived:
     reserve_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    needs_history: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,20 @@ from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 from loongd.sched.request import Request
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Step:
-    """A step in flight; its members are busy until it ends."""
+    """A step in flight; its members are busy until it ends.
+
+    `follow` is the decode step that its members have been given beforehand and begin as soon as
+    this one ends (`sched.ahead`); it is in flight only then. `num_before` counts the steps that
+    this one followed without a decision of the policy in between.
+    """
 
     plan: PrefillPlan | DecodePlan | MigratePlan
     requests: tuple[Request, ...]
     started_s: float
+    follow: Step | None = None
+    num_before: int = 0
 
     @property
     def step_id(self) -> int:

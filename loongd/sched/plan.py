@@ -15,7 +15,8 @@ class PrefillItem:
 
     `keep` is the placement: consecutive runs `(instance, tokens)` in position order that sum to
     `num_tokens`. `cached` are segments of older tokens, `holders` the members that hold any of
-    them. `samples` says whether a token is drawn at the end (false for all but the last chunk).
+    them, `holder_tokens` how many each of these holds. `samples` says whether a token is drawn at
+    the end (false for all but the last chunk).
     """
 
     request_id: str
@@ -25,12 +26,17 @@ class PrefillItem:
     keep: tuple[tuple[int, int], ...]
     cached: tuple[int, ...] = ()
     holders: tuple[int, ...] = ()
+    holder_tokens: tuple[int, ...] = ()
     samples: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeItem:
-    """The newest token of one request: `master` computes it and keeps its KV in `segment`."""
+    """The newest token of one request: `master` computes it and keeps its KV in `segment`.
+
+    How many tokens each holder has is not told, as in a `PrefillItem`: one query is always fewer
+    bytes than the keys, and thousands of items are planned each second.
+    """
 
     request_id: str
     position: int
@@ -55,11 +61,16 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """One decode step of a group: every item one token."""
+    """One decode step of a group: every item one token.
+
+    `follows` is the step in flight that this one goes on from, with the same members, requests
+    and masters; its tokens are those that `follows` is going to draw. 0 when it follows none.
+    """
 
     step_id: int
     members: tuple[int, ...]
     items: tuple[DecodeItem, ...]
+    follows: int = 0
 
     @property
     def dop(self) -> int:

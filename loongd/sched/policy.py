@@ -17,14 +17,21 @@ from loongd.sched.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The scheduler's options; `loongd.config.Config` explains each."""
+    """The scheduler's options; `loongd.config.Config` explains each.
+
+    `max_step_tokens` is of each instance: its memory for a step's work is made for so many new
+    tokens, so `max_num_batched_tokens` must not be above it. `queue_ahead` needs workers that
+    can take a step before the one before it has ended.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     prefill_tokens_per_instance: int = 512
+    max_step_tokens: int = 131072
     max_num_queued_reqs: int = 4096
     max_prefill_wait_s: float = 0.3
     max_passes: int = 1000
+    queue_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,18 @@ class Decisions:
 
 class Policy(Protocol):
     """Chooses what starts. Must be deterministic, and must start something if nothing runs while
-    a request can be served (else the scheduler would stand still)."""
+    a request can be served (else the scheduler would stand still).
+
+    `steady_requests`: a decode group of one instance and at most so many requests, with room,
+    steps on unchanged while nothing waits and `is_settled` holds.
+    """
+
+    @property
+    def steady_requests(self) -> int: ...
+
+    def is_settled(self, view: View) -> bool:
+        """All requests are in steps, none waits: whether nothing but more decode steps would
+        start before a prefill's step ends."""
 
     def decide(self, view: View) -> Decisions:
         """Everything that is to start now; at most one step for each instance."""

@@ -39,16 +39,17 @@ class Request:
 
     Args:
         order: arrival number; smaller is older.
+        needs_history: no step is planned for it before all its tokens so far are known.
         segments: ids of the segments with its KV, in position order.
         open_segment: the last of `segments` once decode has begun; new tokens join it.
-        kv_tokens: tokens whose KV has slots, those of a running step included. The newest
-            generated token gets its slot in its decode step.
+        kv_tokens: tokens whose KV has slots, those of a running step and its follow-up included.
+            The newest generated token gets its slot in its decode step.
         num_migrating: slots that a running migration has charged a second time, on its target.
         holders: instances with any token of the request, ascending.
         master: the instance that kept its newest token, or will keep the next one.
         wanted: a busy instance whose free slot the next token waits for.
         step_id: the step that it takes part in now.
-        last_step_id: the step that it took part in last; 0 before the first.
+        last_step_id: the step that it was put into last; 0 before the first.
         broken: why a part of its KV is gone while a migration of another part still runs.
         num_losses: running steps that it lost because an instance died.
         num_passed: requests behind it that started while it was the head of the queue.
@@ -63,6 +64,7 @@ class Request:
     reserve_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    needs_history: bool = False
     phase: Phase = Phase.WAITING
     num_generated: int = 0
     segments: list[int] = field(default_factory=list)

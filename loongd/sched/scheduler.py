@@ -6,6 +6,8 @@ policy), the clock, workers, token ids of prompts.
 
 from __future__ import annotations
 
+from loongd.sched.admission import refuse
+from loongd.sched.ahead import can_follow
 from loongd.sched.events import (
     Action,
     Arrived,
@@ -31,6 +33,7 @@ from loongd.sched.sib import Sib
 from loongd.sched.snapshot import Snapshot, take_snapshot
 from loongd.sched.starting import Starter
 from loongd.sched.state import State
+from loongd.sched.steady import Steady
 from loongd.sched.story import Story, StoryEntry
 from loongd.sched.words import plural
 
@@ -52,7 +55,8 @@ class Scheduler:
         self._actions: list[Action] = []
 
     def handle(self, *events: Event) -> list[Action]:
-        """What is to be done now, in this order; at most one step for each instance.
+        """What is to be done now, in this order; at most one step for each instance, and one more
+        that is queued behind it (`sched.ahead`).
 
         Events that happen together are told together, in order: nothing is planned in between
         (when all workers restart, no step is to start on the ones that die next).
@@ -60,7 +64,9 @@ class Scheduler:
         self._actions = []
         for event in events:
             self._take(event)
-        self._plan(events[-1].now)
+        now = events[-1].now
+        self._plan(now)
+        self._actions.extend(self._starter.follow(step, now) for step in can_follow(self._state))
         return self._actions
 
     def _take(self, event: Event) -> None:
@@ -89,6 +95,11 @@ class Scheduler:
     def story(self, request_id: str) -> Story | None:
         """What happened to a request; None when unknown or long ended."""
         return self._state.stories.get(request_id)
+
+    def steady(self) -> Steady:
+        """Many equal decode steps at once, for virtual time; needs a scheduler without a SIB."""
+        assert self._sib is None, "the SIB learns from each step"
+        return Steady(self._state, self._starter, self._policy)
 
     def predict(self, prompt_tokens: int, max_tokens: int, now: float) -> Prediction | None:
         """What would become of a prompt that came now; changes nothing. None without a SIB."""
@@ -124,6 +135,7 @@ class Scheduler:
             reserve_tokens=min(event.reserve_tokens, event.max_tokens),
             stop_token_ids=event.stop_token_ids,
             min_tokens=event.min_tokens,
+            needs_history=event.needs_history,
             arrived_s=event.now,
         )
         known = (state.find(request.request_id), state.ending.get(request.request_id))
@@ -134,32 +146,20 @@ class Scheduler:
             f"{len(state.waiting):,} waiting, {len(state.running):,} running"
         )
         state.stories.begin(request, StoryEntry(event.now, "arrived", text))
-        refusal = self._refusal(request)
-        if refusal is None:
+        no = refuse(
+            request,
+            state.limits,
+            known_slots=state.known_slots,
+            num_waiting=len(state.waiting),
+            draining=state.draining,
+        )
+        if no is None:
             state.waiting.add(request)
         else:
-            message, code, status = refusal
-            self._fail(request, message, code=code, status=status, now=event.now)
-
-    def _refusal(self, request: Request) -> tuple[str, str, int] | None:
-        """Message, code and status when a request cannot be taken at all."""
-        state = self._state
-        if 0 < state.known_slots < request.limit_tokens:
-            message = (
-                f"prompt of {request.prompt_tokens:,} tokens + max_tokens {request.max_tokens:,} = "
-                f"{request.limit_tokens:,} tokens, but the KV pool has {state.known_slots:,} slots"
-            )
-            return message, "context_length_exceeded", 400
-        if state.draining:
-            return "the server is draining and takes no new requests", "draining", 503
-        most = state.limits.max_num_queued_reqs
-        if len(state.waiting) >= most:
-            message = f"the queue is full: {most:,} requests are waiting (max_num_queued_reqs)"
-            return message, "overloaded", 503
-        return None
+            self._fail(request, no.message, code=no.code, status=no.status, now=event.now)
 
     def _on_step_done(self, event: StepDone) -> None:
-        step = self._end_step(event.step_id)
+        step = self._state.end_step(event.step_id, event.now)
         if step is None:
             return
         self._account(step, event.elapsed_s)
@@ -239,7 +239,7 @@ class Scheduler:
             self._finish(request, finish_reason, now)
 
     def _on_step_failed(self, event: StepFailed) -> None:
-        step = self._end_step(event.step_id)
+        step = self._state.end_step(event.step_id, event.now)
         if step is None:
             return
         for request in step.requests:
@@ -267,7 +267,10 @@ class Scheduler:
         if lost is None or not lost.alive:
             return
         lost.alive = False
-        step = self._end_step(lost.step.step_id) if lost.step else None
+        step = lost.step
+        if step is not None:
+            step.follow = None
+            state.end_step(step.step_id, event.now)
         in_step = step.requests if step else ()
         for request in in_step:
             if request.phase is Phase.ENDED:
@@ -304,17 +307,6 @@ class Scheduler:
 
     # -- ends of steps and requests
 
-    def _end_step(self, step_id: int) -> Step | None:
-        """Free the members of a step; None when it is unknown (dropped before)."""
-        step = self._state.steps.pop(step_id, None)
-        if step is None:
-            return None
-        for instance in step.members:
-            self._state.instances[instance].step = None
-        for request in step.requests:
-            request.step_id = None
-        return step
-
     def _finish(self, request: Request, reason: str, now: float, *, cause: str = "") -> None:
         self._state.totals.num_finished[reason] += 1
         self._actions.append(Finish(request.request_id, reason))
@@ -344,9 +336,10 @@ class Scheduler:
             self._free(request, entry.text)
 
     def _release(self, request: Request) -> None:
-        """The step of a cancelled request is over."""
-        del self._state.ending[request.request_id]
-        self._free(request, f"{request.request_id} was cancelled while its step ran")
+        """A step of a request that has ended is over; its slots are freed after the last one."""
+        if request.step_id is None:
+            del self._state.ending[request.request_id]
+            self._free(request, f"{request.request_id} ended while a step of it ran")
 
     def _requeue(self, request: Request, entry: StoryEntry) -> None:
         """Drop the KV of a running request; it waits at the front to prefill again."""

@@ -70,6 +70,7 @@ class TotalsStatus:
     num_scale_ups: int
     num_migrations: int = 0
     num_migrated_tokens: int = 0
+    num_queued_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +185,5 @@ def _totals(state: State) -> TotalsStatus:
         num_scale_ups=totals.num_scale_ups,
         num_migrations=totals.num_migrations,
         num_migrated_tokens=totals.num_migrated_tokens,
+        num_queued_ahead=totals.num_queued_ahead,
     )

@@ -13,6 +13,7 @@ from loongd.sched.policy import Placed, StartDecode, StartMigrate, StartPrefill
 from loongd.sched.request import Phase, Request
 from loongd.sched.state import State
 from loongd.sched.story import StoryEntry
+from loongd.sched.words import name_instances, plural
 
 
 class Starter:
@@ -26,7 +27,7 @@ class Starter:
     def prefill(self, start: StartPrefill, now: float) -> RunPrefill:
         """Charge each prompt where it is kept, and put its members to work."""
         state = self._state
-        step_id = self._next_step()
+        step_id = self.next_step()
         items = tuple(self._place(placed, start.members, step_id) for placed in start.items)
         plan = PrefillPlan(step_id, start.members, items)
         self._begin(Step(plan, tuple(placed.request for placed in start.items), now))
@@ -50,7 +51,7 @@ class Starter:
     def migrate(self, start: StartMigrate, now: float) -> Migrate:
         """Charge the target for what the source keeps until the move is done."""
         state, source = self._state, start.source
-        step_id = self._next_step()
+        step_id = self.next_step()
         moves: list[tuple[int, int]] = []
         for request in start.requests:
             assert (request.phase, request.step_id) == (Phase.DECODE, None), request
@@ -73,12 +74,14 @@ class Starter:
     def decode(self, start: StartDecode, now: float) -> RunDecode:
         """Charge one slot on each request's master, and put the members to work."""
         state = self._state
-        step_id = self._next_step()
+        step_id = self.next_step()
         for request, _ in start.items:
             for instance in request.holders:
                 state.instances[instance].owes_decode = False
         items = tuple(self._extend(request, master, step_id) for request, master in start.items)
         plan = DecodePlan(step_id, start.members, items)
+        for request, _ in start.items:
+            request.step_id = step_id
         self._begin(Step(plan, tuple(request for request, _ in start.items), now))
         state.totals.num_decode_steps += 1
         state.totals.num_scale_ups += len(start.joined) > 0
@@ -88,7 +91,28 @@ class Starter:
             state.stories.begin_decode(item.request_id, entry)
         return RunDecode(plan, start.reason)
 
-    def _next_step(self) -> int:
+    def follow(self, step: Step, now: float) -> RunDecode:
+        """Queue one more step of a decode group behind the one that it runs."""
+        before = step.plan
+        assert isinstance(before, DecodePlan), before
+        assert step.follow is None, step
+        step_id = self.next_step()
+        items = tuple(
+            self._extend(request, item.master, step_id)
+            for request, item in zip(step.requests, before.items, strict=True)
+        )
+        plan = DecodePlan(step_id, before.members, items, follows=before.step_id)
+        step.follow = Step(plan, step.requests, now, num_before=step.num_before + 1)
+        self._state.totals.num_decode_steps += 1
+        self._state.totals.num_queued_ahead += 1
+        reason = (
+            f"decode {plural(len(items), 'request')} on {name_instances(before.members)} once "
+            f"more, queued behind step {before.step_id}, for nothing else wants the group"
+        )
+        return RunDecode(plan, reason)
+
+    def next_step(self) -> int:
+        """A number for a new step."""
         self._num_steps += 1
         return self._num_steps
 
@@ -118,6 +142,7 @@ class Starter:
             keep=placed.keep,
             cached=tuple(request.segments),
             holders=request.holders,
+            holder_tokens=self._held(request),
             samples=placed.is_last,
         )
         for instance, count in placed.keep:
@@ -129,6 +154,11 @@ class Starter:
         request.step_id = request.last_step_id = step_id
         return item
 
+    def _held(self, request: Request) -> tuple[int, ...]:
+        """Tokens of the request on each of its holders."""
+        tokens_on = self._state.pool.tokens_on
+        return tuple(sum(tokens_on(s, i) for s in request.segments) for i in request.holders)
+
     def _leave_queue(self, request: Request) -> None:
         self._state.waiting.remove(request.request_id)
         self._state.running[request.request_id] = request
@@ -139,6 +169,7 @@ class Starter:
 
     def _extend(self, request: Request, master: int, step_id: int) -> DecodeItem:
         cached, holders = tuple(request.segments), request.holders
+        position = request.kv_tokens
         segment = request.open_segment
         if segment is None:
             segment = request.open_segment = self._next_segment()
@@ -148,6 +179,5 @@ class Starter:
         if master not in holders:
             request.holders = tuple(sorted((*holders, master)))
         request.master, request.wanted = master, None
-        request.step_id = request.last_step_id = step_id
-        position = request.num_tokens - 1
+        request.last_step_id = step_id
         return DecodeItem(request.request_id, position, master, segment, cached, holders)

@@ -26,6 +26,7 @@ class Totals:
     num_failed: Counter[str] = field(default_factory=Counter)
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
+    num_queued_ahead: int = 0
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
@@ -39,12 +40,12 @@ class Totals:
 
 
 class State:
-    """Attributes only; `sched.scheduler` changes them.
+    """Changed by `sched.scheduler` and, where steps start, `sched.starting`.
 
     Attributes:
         running: requests in prefill or decode.
-        ending: cancelled requests whose step still runs, so whose slots are still used.
-        steps: steps in flight by id.
+        ending: ended requests whose step, or its follow-up, still runs: their slots are used.
+        steps: steps in flight by id; a queued one is in the step that it follows.
         hold: what the policy holds for the head of the queue.
         known_slots: slots of all instances, lost ones included: they are expected back.
     """
@@ -87,6 +88,24 @@ class State:
             tokens_on=lambda request, i: sum(pool.tokens_on(s, i) for s in request.segments),
         )
 
+    def end_step(self, step_id: int, now: float) -> Step | None:
+        """Free the members of a step, or let them go on with the one queued behind it.
+
+        None when it is unknown (dropped before).
+        """
+        step = self.steps.pop(step_id, None)
+        if step is None:
+            return None
+        follow = step.follow
+        if follow is not None:
+            follow.started_s = now
+            self.steps[follow.step_id] = follow
+        for instance in step.members:
+            self.instances[instance].step = follow
+        for request in step.requests:
+            request.step_id = None if follow is None else follow.step_id
+        return step
+
     def check(self) -> None:
         """Raises AssertionError when an invariant is broken."""
         self.pool.check()
@@ -111,8 +130,7 @@ class State:
             assert request.left_tokens >= 0, request
             assert not request.between_chunks or request.left_tokens, request
             if request.phase is Phase.DECODE and not request.broken:
-                grown = request.step_id is not None and not self._migrates(request)
-                assert request.kv_tokens == request.num_tokens - 1 + grown, request
+                assert request.kv_tokens == request.num_tokens - 1 + self._grown(request), request
             assert request.wanted is None or self.instances[request.wanted].alive, request
         for request in self.ending.values():
             assert request.phase is Phase.ENDED, request
@@ -131,6 +149,12 @@ class State:
             assert set(request.holders) == {i for c in counts for i in c}, request
         assert owned == self.pool.segments, "segments without a request"
 
+    def _grown(self, request: Request) -> int:
+        """Slots that a decoding request has for tokens of steps that have not ended."""
+        if request.step_id is None or self._migrates(request):
+            return 0
+        return 1 if self.steps[request.step_id].follow is None else 2
+
     def _migrates(self, request: Request) -> bool:
         step = self.steps[request.step_id] if request.step_id is not None else None
         return step is not None and isinstance(step.plan, MigratePlan)
@@ -147,6 +171,11 @@ class State:
                 assert request.step_id == step.step_id, request
                 migrates = isinstance(step.plan, MigratePlan)
                 assert migrates or set(request.holders) <= set(step.members), request
+            if step.follow is not None:
+                assert step.follow.step_id not in self.steps, step
+                assert step.follow.follow is None, "two steps are queued behind one"
+                assert step.follow.members == step.members, step
+                assert step.follow.requests == step.requests, step
         in_steps = sum(len(step.requests) for step in self.steps.values())
         live = (*self.running.values(), *self.ending.values())
         assert in_steps == sum(r.step_id is not None for r in live), "a step without request"
