@@ -2,213 +2,83 @@
 
 Starts one process per instance (no daemon), loads dummy weights of a given shape, and runs the
 very steps that the daemon would send. All members time each step; the slowest counts; medians of
-`--repeats` after one warm-up. Writes JSON.
+`--repeats` after one warm-up. Writes JSON after each case, so that an early end loses only the
+case at hand.
 
-    python tools/bench_esp.py --shape tools/shapes/llama-2-7b --device cuda --instances 2 \
+    python tools/bench_esp.py --shape tools/shapes/llama-2-7b --cases retention,ring \
         --out tools/results/esp_2xh200.json
 
 Cases
 - retention: prefill over all instances, with KV kept on instance 0 (proactive scale-down) against
   each member keeping its own stripe (no scale-down), and the reactive migration of the same KV.
-- decode: the same batch with its KV on one instance against spread over two with two masters.
-- ring: prefill of n tokens per instance over all instances against the rate of one instance for
-  the same attention work (n * sqrt(instances) tokens alone have as many query-key pairs per
-  instance; linear work is compared per token).
+- decode: the same batch with its KV on one instance, on two with a master each, and spread over
+  two; seconds a step, of `--decode-steps` steps of which one is always queued.
+- ring: prefill of n tokens per instance over all instances, against what two prefills on one
+  instance say that linear work and attention take (`ideal_s`).
+- prefill (only when asked for): one long prompt over all instances, once.
+- timeline: one ring prefill under the profiler: how much of the sending is hidden by computing,
+  and what both did from one send to the next (`tools/esp_timeline.py` draws it).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from esp_ranks import Ranks, Work
+from esp_timeline import draw_text, reduce_trace
 
-from loongd.wire import Extend, RunMigrate, RunStep, Sampling, Start, pack_tokens
+from loongd.wire import RunMigrate, RunStep
 from loongd.worker import runner as runner_module
 from loongd.worker.geometry import lay_out
-from loongd.worker.heart import Pulse
 from loongd.worker.layout import Keep, StepLayout
-from loongd.worker.runner import Runner
 
-GREEDY = Sampling()
-
-
-class Bench:
-    """One rank's side; every rank runs the same calls in the same order."""
-
-    def __init__(self, rank: int, args: argparse.Namespace, rendezvous: str) -> None:
-        self.rank, self.world, self.args = rank, args.instances, args
-        self.ids = 0
-        self.kept: list[int] = []
-        start = Start(
-            rank=rank,
-            world_size=args.instances,
-            epoch=1,
-            rendezvous=rendezvous,
-            model_dir=str(args.shape),
-            load_format="dummy",
-            dtype=args.dtype,
-            device=args.device,
-            cores=[],
-            kv_pool_tokens=args.pool_tokens,
-            gpu_memory_utilization=0.9,
-            max_step_tokens=8192,
-            seed=0,
-        )
-        self.runner = Runner.start(start, lambda *_: None, Pulse())
-        self.on_gpu = args.device == "cuda"
-
-    def sync(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def timed(self, members: list[int], work: Callable[[], object]) -> float:
-        """Wall seconds of the slowest member; the others wait at the barriers."""
-        dist.barrier()
-        self.sync()
-        began = time.perf_counter()
-        if self.rank in members:
-            work()
-        self.sync()
-        spent = torch.tensor([time.perf_counter() - began if self.rank in members else 0.0])
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, float(spent))
-        return max(everyone)
-
-    def median(self, members: list[int], prepare: Callable[[], Callable[[], object]]) -> float:
-        """Median over repeats of a freshly prepared step; segments are freed after each."""
-        times = []
-        for number in range(self.args.repeats + 1):
-            work = prepare()
-            spent = self.timed(members, work)
-            self.runner.keep(self.kept)
-            if number:
-                times.append(spent)
-        return statistics.median(times)
-
-    def new_id(self) -> int:
-        self.ids += 1
-        return self.ids
-
-    def step(self, members: list[int], batch: list[Extend]) -> RunStep:
-        return RunStep(step_id=self.new_id(), epoch=1, members=members, batch=batch)
-
-    def prefill(self, members: list[int], lengths: list[int], keep_on: list[int]) -> RunStep:
-        """A striped prefill whose KV is dealt to `keep_on` in equal consecutive runs."""
-        batch = []
-        for number, length in enumerate(lengths):
-            share, left = divmod(length, len(keep_on))
-            keep = [(i, share + (n < left)) for n, i in enumerate(keep_on)]
-            tokens = pack_tokens([(7 * i + number) % 1000 for i in range(length)])
-            batch.append(
-                Extend(
-                    request_id=str(number),
-                    tokens=tokens,
-                    start=0,
-                    master=None,
-                    segment=self.new_id(),
-                    keep=[(i, n) for i, n in keep if n],
-                    cached=[],
-                    holders=[],
-                    sampling=GREEDY,
-                )
-            )
-        return self.step(members, batch)
-
-    def fill(
-        self, lengths: list[int], keep_on: list[list[int]]
-    ) -> list[tuple[int, dict[int, int]]]:
-        """Slots with random KV, without computing it: (segment, instance -> tokens) a request."""
-        requests = []
-        for length, places in zip(lengths, keep_on, strict=True):
-            segment, share = self.new_id(), length // len(places)
-            placed = {
-                i: share + (length - share * len(places)) * (n == 0) for n, i in enumerate(places)
-            }
-            first = 0
-            for instance, tokens in placed.items():
-                if instance == self.rank:
-                    self.runner.parts.kv.extend(
-                        segment, torch.arange(first, first + tokens).numpy()
-                    )
-                first += tokens
-            requests.append((segment, placed))
-        return requests
-
-    def decode(
-        self,
-        members: list[int],
-        requests: list[tuple[int, dict[int, int]]],
-        lengths: list[int],
-        masters: list[int],
-    ) -> RunStep:
-        batch = []
-        for number, ((segment, placed), length, master) in enumerate(
-            zip(requests, lengths, masters, strict=True)
-        ):
-            holders = [m for m in members if placed.get(m)]
-            batch.append(
-                Extend(
-                    request_id=str(number),
-                    tokens=pack_tokens([number % 1000]),
-                    start=length,
-                    master=master,
-                    segment=self.new_id(),
-                    keep=[],
-                    cached=[segment],
-                    holders=holders,
-                    sampling=GREEDY,
-                    holder_tokens=[placed[m] for m in holders],
-                )
-            )
-        return self.step(members, batch)
+Case = Callable[[], dict[str, Any]]
 
 
-def retention(bench: Bench, length: int, batch: int) -> dict[str, Any]:
+def retention(ranks: Ranks, length: int, batch: int) -> dict[str, Any]:
     """Prefill with proactive scale-down to instance 0, without, and migration afterwards."""
-    everyone = list(range(bench.world))
+    everyone, last = list(range(ranks.world)), ranks.world - 1
     lengths = [length] * batch
-    bench.kept = []
+    ranks.kept = []
 
-    def with_retention() -> Callable[[], object]:
-        step = bench.prefill(everyone, lengths, [0])
-        return lambda: bench.runner.run(step)
+    def with_retention() -> Work:
+        step = ranks.prefill(everyone, lengths, [0])
+        return lambda: ranks.runner.run(step)
 
-    def own_stripes() -> Callable[[], object]:
-        step = bench.prefill(everyone, lengths, [0])
-        return lambda: _run_keeping_stripes(bench, step)
+    def own_stripes() -> Work:
+        step = ranks.prefill(everyone, lengths, [0])
+        return lambda: _run_keeping_stripes(ranks, step)
 
-    scaled = bench.median(everyone, with_retention)
-    plain = bench.median(everyone, own_stripes)
-
-    def move() -> Callable[[], object]:
-        per_instance = length // bench.world
-        requests = bench.fill([per_instance] * batch, [[bench.world - 1]] * batch)
+    def move() -> Work:
+        share = length // ranks.world
+        requests = ranks.fill([share] * batch, [[last]] * batch)
         message = RunMigrate(
-            step_id=bench.new_id(),
+            step_id=ranks.new_id(),
             epoch=1,
-            source=bench.world - 1,
+            source=last,
             target=0,
-            moves=[(segment, per_instance) for segment, _ in requests],
+            moves=[(segment, share) for segment, _ in requests],
         )
-        return lambda: bench.runner.migrate(message)
+        return lambda: ranks.runner.migrate(message)
 
-    moved = bench.median([0, bench.world - 1], move)
+    scaled, plain = ranks.median(everyone, with_retention, own_stripes)
+    (moved,) = ranks.median([0, last], move)
     return {
-        "case": "retention",
         "prompt_tokens": length,
         "batch": batch,
         "prefill_with_retention_s": scaled,
@@ -219,7 +89,7 @@ def retention(bench: Bench, length: int, batch: int) -> dict[str, Any]:
     }
 
 
-def _run_keeping_stripes(bench: Bench, step: RunStep) -> None:
+def _run_keeping_stripes(ranks: Ranks, step: RunStep) -> None:
     """The baseline: the same step, each member storing its own block and nothing else."""
 
     def stripes(*args: Any, **kwargs: Any) -> StepLayout:
@@ -240,87 +110,153 @@ def _run_keeping_stripes(bench: Bench, step: RunStep) -> None:
     saved = runner_module.lay_out
     runner_module.lay_out = stripes
     try:
-        bench.runner.run(step)
+        ranks.runner.run(step)
     finally:
         runner_module.lay_out = saved
 
 
-def decode(bench: Bench, length: int, batch: int) -> dict[str, Any]:
-    """One decode step: all on instance 0; two masters with own KV; KV of each over both."""
-    result: dict[str, Any] = {"case": "decode", "kv_tokens": length, "batch": batch}
-    lengths = [length] * batch
+def decode(ranks: Ranks, length: int, batch: int) -> dict[str, Any]:
+    """Decode steps: all on instance 0; two masters with own KV; KV of each over both."""
+    result: dict[str, Any] = {"kv_tokens": length, "batch": batch}
+    lengths, num_steps = [length] * batch, ranks.args.decode_steps
+    alternating = [n % 2 for n in range(batch)]
     layouts = {
         "one_instance_s": ([0], [[0]] * batch, [0] * batch),
-        "two_masters_s": ([0, 1], [[n % 2] for n in range(batch)], [n % 2 for n in range(batch)]),
-        "two_holders_s": ([0, 1], [[0, 1]] * batch, [n % 2 for n in range(batch)]),
+        "two_masters_s": ([0, 1], [[m] for m in alternating], alternating),
+        "two_holders_s": ([0, 1], [[0, 1]] * batch, alternating),
         "one_master_two_holders_s": ([0, 1], [[0, 1]] * batch, [0] * batch),
     }
-    room = bench.runner.parts.kv.total
     for name, (members, places, masters) in layouts.items():
-        if length * batch // len(members) + batch > room:
-            result[name] = None
+        result[name] = None
+        if length * batch // len(members) + batch * num_steps > ranks.runner.parts.kv.total:
             continue
-        bench.runner.keep([])
-        requests = bench.fill(lengths, places)
-        bench.kept = [segment for segment, _ in requests]
-
-        def work(
-            members: list[int] = members,
-            requests: list[tuple[int, dict[int, int]]] = requests,
-            masters: list[int] = masters,
-        ) -> Callable[[], object]:
-            step = bench.decode(members, requests, lengths, masters)
-            return lambda: bench.runner.run(step)
-
-        result[name] = bench.median(members, work)
-    bench.kept = []
-    bench.runner.keep([])
+        requests = ranks.fill(lengths, places)
+        ranks.kept = [segment for segment, _ in requests]
+        steps = functools.partial(ranks.decode, members, requests, masters, num_steps)
+        (spent,) = ranks.median(
+            members, lambda steps=steps: functools.partial(ranks.run_queued, steps())
+        )
+        result[name] = spent / num_steps
+        ranks.runner.free(ranks.kept)
+    ranks.kept = []
     return result
 
 
-def ring(bench: Bench, per_instance: int) -> dict[str, Any]:
-    """Prefill over all instances, and alone at the same attention work per instance."""
-    everyone = list(range(bench.world))
-    bench.kept = []
-    total = per_instance * bench.world
-    alone = int(per_instance * bench.world**0.5)
+def ring(ranks: Ranks, per_instance: int) -> dict[str, Any]:
+    """Prefill over all instances, and alone at the same attention work per instance.
 
-    def prefill(members: list[int], tokens: int) -> float:
-        def prepare() -> Callable[[], object]:
-            step = bench.prefill(members, [tokens], members)
-            return lambda: bench.runner.run(step)
+    With P instances, n tokens each: alone, n tokens take L + A (linear work and attention) and
+    n * sqrt(P) tokens take sqrt(P) * L + P * A; together, each instance has L + P * A to do.
+    """
+    everyone = list(range(ranks.world))
+    root = ranks.world**0.5
+    ranks.kept = []
 
-        return bench.median(members, prepare)
+    def seconds(members: list[int], tokens: int) -> float:
+        def prepare() -> Work:
+            step = ranks.prefill(members, [tokens], members)
+            return lambda: ranks.runner.run(step)
 
-    together_s, alone_s = prefill(everyone, total), prefill([0], alone)
-    same_s = prefill([0], per_instance)
+        return ranks.median(members, prepare)[0]
+
+    together_s = seconds(everyone, per_instance * ranks.world)
+    alone_s = seconds([0], int(per_instance * root))
+    same_s = seconds([0], per_instance)
+    attention_s = (alone_s - root * same_s) / (ranks.world - root) if ranks.world > 1 else 0.0
+    ideal_s = same_s + (ranks.world - 1) * attention_s
     return {
-        "case": "ring",
         "tokens_per_instance": per_instance,
         "all_instances_s": together_s,
-        "alone_same_attention_tokens": alone,
+        "alone_same_attention_tokens": int(per_instance * root),
         "alone_same_attention_s": alone_s,
         "alone_same_tokens_s": same_s,
+        "ideal_s": ideal_s,
+        "rate_of_ideal": ideal_s / together_s,
     }
 
 
-def run_rank(rank: int, args: argparse.Namespace, rendezvous: str, out: str) -> None:
-    """All cases on one rank; rank 0 writes and prints."""
-    bench = Bench(rank, args, rendezvous)
-    cases: list[Callable[[], dict[str, Any]]] = []
-    for length, batch in args.retention:
-        cases.append(lambda length=length, batch=batch: retention(bench, length, batch))
-    for length, batch in args.decode:
-        cases.append(lambda length=length, batch=batch: decode(bench, length, batch))
-    cases.extend(lambda tokens=tokens: ring(bench, tokens) for tokens in args.ring)
-    results = []
-    for case in cases:
-        results.append(case())
+def prefill(ranks: Ranks, tokens: int) -> dict[str, Any]:
+    """One prompt over all instances, once and cold: for lengths that take minutes."""
+    everyone = list(range(ranks.world))
+    ranks.kept = []
+    step = ranks.prefill(everyone, [tokens], everyone)
+    spent = ranks.timed(everyone, functools.partial(ranks.runner.run, step))
+    ranks.runner.keep([])
+    peak = torch.cuda.max_memory_allocated() if ranks.on_gpu else 0
+    return {"prompt_tokens": tokens, "prefill_s": spent, "peak_bytes_instance_0": peak}
+
+
+def timeline(ranks: Ranks, per_instance: int) -> dict[str, Any]:
+    """One ring prefill under the profiler, as instance 0 sees it."""
+    everyone = list(range(ranks.world))
+    ranks.kept = []
+    activity = torch.profiler.ProfilerActivity
+
+    def run_once() -> None:
+        step = ranks.prefill(everyone, [per_instance * ranks.world], everyone)
+        ranks.timed(everyone, functools.partial(ranks.runner.run, step))
+        ranks.runner.keep([])
+
+    run_once()
+    before = ranks.runner.parts.transport.sent_bytes
+    with torch.profiler.profile(
+        activities=[activity.CUDA if ranks.on_gpu else activity.CPU]
+    ) as profiler:
+        run_once()
+    sent = ranks.runner.parts.transport.sent_bytes - before
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found = reduce_trace(json.loads(path.read_text()))
+    kv = ranks.runner.parts.kv
+    least = kv.empty_block(1).nbytes * per_instance * (ranks.world - 1)
+    return {
+        "tokens_per_instance": per_instance,
+        "sent_bytes": sent,
+        "least_bytes": least,
+        **found,
+        "picture": draw_text(found["intervals"]),
+    }
+
+
+def cases_of(ranks: Ranks, args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
+    """The chosen cases by name, in the order in which they were chosen."""
+    known: dict[str, tuple[Callable[..., dict[str, Any]], list[tuple[int, ...]]]] = {
+        "retention": (retention, args.retention),
+        "decode": (decode, args.decode),
+        "ring": (ring, [(tokens,) for tokens in args.ring]),
+        "prefill": (prefill, [(tokens,) for tokens in args.prefill]),
+        "timeline": (timeline, [(args.timeline_tokens,)]),
+    }
+    for name in args.cases:
+        function, sizes = known[name]
+        for size in sizes:
+            yield name, functools.partial(function, ranks, *size)
+
+
+def run_rank(rank: int, args: argparse.Namespace, rendezvous: str, head: dict[str, Any]) -> None:
+    """All cases on one rank; rank 0 prints and writes."""
+    began = time.perf_counter()
+    ranks = Ranks(rank, args, rendezvous)
+    if rank == 0:
+        pool = ranks.runner.parts.kv.total
+        print(f"ready in {time.perf_counter() - began:.0f} s, pools of {pool:,} tokens", flush=True)
+    results: list[dict[str, Any]] = []
+    for name, case in cases_of(ranks, args):
+        began = time.perf_counter()
+        result = {"case": name, **case()}
+        results.append(result | {"took_s": round(time.perf_counter() - began, 1)})
         if rank == 0:
-            print(json.dumps(results[-1]), flush=True)
-            Path(out).write_text(json.dumps(results))
+            _show(results[-1])
+            if args.out is not None:
+                args.out.write_text(json.dumps(head | {"cases": results}, indent=1) + "\n")
     dist.barrier()
     os._exit(0)
+
+
+def _show(result: dict[str, Any]) -> None:
+    print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}), flush=True)
+    print("\n".join(result.get("picture", [])), flush=True)
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:
@@ -328,8 +264,11 @@ def _pairs(text: str) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in (part.split("x") for part in text.split(",") if part)]
 
 
-def main() -> int:
-    """Run all cases and write the result."""
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", type=Path, default=Path("tools/shapes/llama-2-7b"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -337,31 +276,42 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--pool-tokens", type=int, default=210_000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--cases", type=lambda t: t.split(","), default=["retention", "decode", "ring", "timeline"]
+    )
     parser.add_argument("--retention", type=_pairs, default=_pairs("1024x64,10240x16,102400x2"))
     parser.add_argument(
-        "--decode", type=_pairs, default=_pairs("1024x1,1024x8,4096x32,64x1024,32768x6")
+        "--decode", type=_pairs, default=_pairs("1024x1,1024x8,4096x32,64x1024,24576x8")
     )
-    parser.add_argument(
-        "--ring", type=lambda t: [int(x) for x in t.split(",") if x], default=[16384, 65536]
-    )
+    parser.add_argument("--decode-steps", type=int, default=8)
+    parser.add_argument("--ring", type=_numbers, default=[16384, 65536])
+    parser.add_argument("--prefill", type=_numbers, default=[1_048_576])
+    parser.add_argument("--timeline-tokens", type=int, default=16384, help="tokens an instance")
+    parser.add_argument("--commit", help="what is measured (default: git's HEAD)")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        partial = Path(directory) / "cases.json"
-        mp.spawn(run_rank, (args, f"{directory}/rendezvous", str(partial)), args.instances)
-        cases = json.loads(partial.read_text())
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    result = {
+    return parser.parse_args()
+
+
+def _commit() -> str:
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    """Run the chosen cases on all instances."""
+    args = _parse()
+    gpu = args.device == "cuda"
+    head = {
         "command": " ".join(["tools/bench_esp.py", *sys.argv[1:]]),
-        "commit": commit.stdout.strip() or "unknown",
-        "device": torch.cuda.get_device_name(0) if args.device == "cuda" else platform.processor(),
+        "commit": args.commit or _commit(),
+        "device": (
+            f"{args.instances} x {torch.cuda.get_device_name(0)}" if gpu else platform.processor()
+        ),
         "torch": torch.__version__,
-        "cases": cases,
     }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(run_rank, (args, f"{directory}/rendezvous", head), args.instances)
     return 0
 
 

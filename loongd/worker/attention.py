@@ -6,29 +6,36 @@ Does not know: how the model makes q, k, v, or why the plan is as it is.
 
 Order per layer: queries leave; own new K/V is stored; ring blocks pass (the next block travels
 while this one is used); own pool; others' queries are answered; answers come back and are merged
-in group order. Merging in that fixed order in float32 makes the result independent of arrival.
+in group order. That fixed order makes the result independent of arrival; exact partial results
+(`kernels.exact_attention`) make it independent of the group too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from loongd.kernels.attention import AttentionBackend, windowed_attention
-from loongd.kernels.merge import merge_state_
+from loongd.kernels.attention import AttentionBackend, PoolSlots, Spans
+from loongd.kernels.partials import FloatPartials, Partials
+from loongd.kernels.pool import store_kv
 from loongd.worker.comm import Pending, Transport
 from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import Keep, PoolPart, RingStep, Rows, StepLayout
 
+_Block = tuple[Tensor, Tensor]
+"""K and V of one member's stripes: (T, K, H) each."""
+
 
 class _State:
-    """Running result of all query rows: float32 output and log-sum-exp."""
+    """Running result of all query rows."""
 
-    def __init__(self, q_TNH: Tensor) -> None:
+    def __init__(self, q_TNH: Tensor, partials: Partials) -> None:
         self._like = q_TNH
+        self._partials = partials
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
@@ -39,21 +46,19 @@ class _State:
             if len(out) == len(self._like):
                 self._out, self._lse = out, lse
                 return
-            device = self._like.device
-            self._out = torch.zeros(self._like.shape, dtype=torch.float32, device=device)
-            self._lse = torch.full(self._like.shape[:2], -torch.inf, device=device)
-        self._out = self._out.float()  # the first part, a square, may be of the type of q
+            self._out, self._lse = self._partials.empty(self._like)
+        self._out = self._partials.widened(self._out)
         if isinstance(rows, slice):
-            merge_state_(self._out[rows], self._lse[rows], out, lse)
+            self._partials.merge_(self._out[rows], self._lse[rows], out, lse)
         else:
             part, part_lse = self._out[rows], self._lse[rows]
-            merge_state_(part, part_lse, out, lse)
+            self._partials.merge_(part, part_lse, out, lse)
             self._out[rows], self._lse[rows] = part, part_lse
 
     def result(self) -> Tensor:
-        if self._out is None:
+        if self._out is None or self._lse is None:
             return torch.zeros_like(self._like)
-        return self._out.to(self._like.dtype)
+        return self._partials.result(self._out, self._lse, self._like.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +83,13 @@ class EspAttention:
         scale: float,
         windows: tuple[int | None, ...],
         pulse: Pulse | None = None,
+        partials: Partials | None = None,
+        sampled_only: bool = False,
     ) -> None:
         """`windows[layer]` is the sliding window of that layer in tokens, None for none; `pulse`
-        counts finished layers."""
+        counts finished layers; `partials` is the form of the backend's results, `FloatPartials`
+        by default. With `sampled_only` the last layer gives the layout's `sample_rows` alone,
+        where that saves work."""
         self._layout = layout
         self._kv = kv
         self._transport = transport
@@ -88,6 +97,9 @@ class EspAttention:
         self._scale = scale
         self._windows = windows
         self._pulse = Pulse() if pulse is None else pulse
+        self._partials = FloatPartials() if partials is None else partials
+        tails = sampled_only and layout.only_ring and bool(layout.ring)
+        self._tails_at = len(windows) - 1 if tails else None
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Attention of this member's new tokens: q_TNH, k_TKH, v_TKH in, out_TNH out.
@@ -96,7 +108,9 @@ class EspAttention:
         """
         layout = self._layout
         window = self._windows[layer]
-        state = _State(q_TNH)
+        if layer == self._tails_at:
+            q_TNH = q_TNH[list(layout.sample_rows)]
+        state = _State(q_TNH, self._partials)
         asked = self._ask(layer, q_TNH)
         if layout.store is not None:
             self._store(layer, layout.store, k_TKH, v_TKH)
@@ -107,7 +121,7 @@ class EspAttention:
             if window is None:
                 out, lse = self._backend.square_causal(*part, layout.square.spans)
             else:
-                out, lse = windowed_attention(
+                out, lse = self._partials.windowed(
                     *part, layout.square.spans, scale=self._scale, window=window
                 )
             state.add(rows, out, lse)
@@ -125,34 +139,39 @@ class EspAttention:
         if not layout.ring:
             return
         own = layout.block_lens[layout.me]
-        block = torch.stack((k[:own], v[:own]))
+        block = (k[:own], v[:own])
+        if len(layout.ring) > 1:  # v may be a view with gaps; messages have none
+            block = (block[0].contiguous(), block[1].contiguous())
         for number, step in enumerate(layout.ring):
             following, moving = self._pass_on(block, step, last=number == len(layout.ring) - 1)
             if step.keep is not None:
-                self._store(layer, step.keep, block[0], block[1])
+                self._store(layer, step.keep, *block)
             self._ring_part(layer, q, block, step, state)
             if moving is not None:
                 moving.wait()
             block = following
 
     def _pass_on(
-        self, block: Tensor, step: RingStep, *, last: bool
-    ) -> tuple[Tensor, Pending | None]:
+        self, block: _Block, step: RingStep, *, last: bool
+    ) -> tuple[_Block, Pending | None]:
         """Start moving blocks one member on; returns the next block (not filled yet)."""
         layout = self._layout
         if last:
             return block, None
         dop = len(layout.members)
-        coming = layout.block_lens[(step.source - 1) % dop]
-        following = block.new_empty((2, coming, *block.shape[2:]))
+        shape = (layout.block_lens[(step.source - 1) % dop], *block[0].shape[1:])
+        following = (block[0].new_empty(shape), block[1].new_empty(shape))
         to, source = (layout.me + 1) % dop, (layout.me - 1) % dop
-        sends = [(layout.members[to], block)] if block.shape[1] else []
-        receives = [(layout.members[source], following)] if coming else []
+        sends = [(layout.members[to], part) for part in block if len(part)]
+        receives = [(layout.members[source], part) for part in following if len(part)]
         return following, self._transport.post(sends, receives)
 
     def _ring_part(
-        self, layer: int, q: Tensor, block: Tensor, step: RingStep, state: _State
+        self, layer: int, q: Tensor, block: _Block, step: RingStep, state: _State
     ) -> None:
+        if layer == self._tails_at:
+            self._tail_part(q, block, step, state)
+            return
         q_part, k, v = q[step.q_rows], block[0][step.k_rows], block[1][step.k_rows]
         if len(q_part) == 0:
             return
@@ -160,14 +179,27 @@ class EspAttention:
         if window is None:
             out, lse = self._backend.square_causal(q_part, k, v, step.spans)
         else:
-            out, lse = windowed_attention(
+            out, lse = self._partials.windowed(
                 q_part, k, v, step.spans, scale=self._scale, window=window
             )
         state.add(step.q_rows, out, lse)
 
+    def _tail_part(self, q: Tensor, block: _Block, step: RingStep, state: _State) -> None:
+        """The last new tokens alone, in the last layer: each sees all of its request's rows."""
+        slots = tuple(np.arange(first, end) for first, end in step.tails)
+        lens = tuple(map(len, slots))
+        if any(lens):
+            spans = Spans((1,) * len(lens), lens, q.device)
+            packed = PoolSlots(slots, q.device)
+            state.add(slice(0, len(q)), *self._backend.over_pool(q, *block, packed, spans))
+
     def _store(self, layer: int, keep: Keep, k: Tensor, v: Tensor) -> None:
-        self._kv.k_LSKH[layer].index_copy_(0, keep.slots, k[keep.rows])
-        self._kv.v_LSKH[layer].index_copy_(0, keep.slots, v[keep.rows])
+        rows = keep.rows
+        pool = (self._kv.k_LSKH[layer], self._kv.v_LSKH[layer])
+        if isinstance(rows, slice):
+            store_kv(k[rows], v[rows], keep.slots, *pool)
+        else:
+            store_kv(k, v, keep.slots, *pool, rows_R=rows)
 
     # ---- new x cached --------------------------------------------------------------------------
 
@@ -177,7 +209,7 @@ class EspAttention:
         if window is None:
             return self._backend.over_pool(q, k_SKH, v_SKH, part.slots, part.spans)
         k, v = k_SKH[part.slots.packed], v_SKH[part.slots.packed]
-        return windowed_attention(q, k, v, part.spans, scale=self._scale, window=window)
+        return self._partials.windowed(q, k, v, part.spans, scale=self._scale, window=window)
 
     def _ask(self, layer: int, q: Tensor) -> _Asked:
         """Send queries to holders and keys to owners; receive what others send."""
@@ -217,5 +249,5 @@ class EspAttention:
             state.add(rows, buffer[..., :-1], buffer[..., -1])
 
     def _answer_buffer(self, num_rows: int, num_heads: int) -> Tensor:
-        shape = (num_rows, num_heads, self._kv.k_LSKH.shape[-1] + 1)
-        return torch.empty(shape, dtype=torch.float32, device=self._kv.k_LSKH.device)
+        shape = (num_rows, num_heads, self._partials.columns(self._kv.k_LSKH.shape[-1]) + 1)
+        return torch.empty(shape, dtype=self._partials.dtype, device=self._kv.k_LSKH.device)

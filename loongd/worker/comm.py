@@ -123,7 +123,7 @@ class DistTransport:
 
 
 class DistTensorParallel:
-    """The workers of one instance (`loongd.model.llama.TensorParallel`).
+    """The workers of one instance (`loongd.model.arithmetic.TensorParallel`).
 
     A call returns when its result is in place (on CUDA: for the current stream). It never
     overlaps with point-to-point transfers: attention has waited for all of them.

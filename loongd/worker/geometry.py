@@ -8,7 +8,7 @@ With P members, member index r computes new token i of a striped request when i 
 holds the packed rows of its stripes (all striped requests first, then the requests it is master
 of). A stripe of source s is causal for r when s <= r; otherwise query row j sees key rows below
 j only, which is causal again after dropping the first query row: every ring block becomes square
-causal spans (striped attention, LoongServe section 4.1).
+causal spans (striped attention, LoongServe section 4.1), with the dropped rows between them.
 
 Older tokens that another member holds are reached in one of two ways, per request and pair of
 members: the queries go there and partial results come back (pass-Q), or the K and V come here
@@ -40,6 +40,7 @@ from loongd.worker.layout import (
     SquarePart,
     StepLayout,
 )
+from loongd.worker.stripes import SpanLens, block_spans, stripe_rows, tail_rows, trimmed
 from loongd.worker.validate import check_held, validate
 
 
@@ -190,36 +191,38 @@ class _Builder:
     def _ring(self) -> tuple[RingStep, ...]:
         if not self._striped:
             return ()
-        sources = ((self._me - step) % self._dop for step in range(self._dop))
-        return tuple(self._ring_step(source) for source in sources)
+        return tuple(self._ring_step((self._me - step) % self._dop) for step in range(self._dop))
 
     def _ring_step(self, source: int) -> RingStep:
-        dropped = 0 if source <= self._me else 1
-        q_ranges, k_ranges, positions_q, positions_k = [], [], [], []
+        spans: list[SpanLens] = []
         keep_rows, keep_slots = [], []
         block_row = 0
-        for item in self._striped:
-            in_block = self._count(item, source)
-            num_q = max(item.rows[1] - item.rows[0] - dropped, 0)
-            q_ranges.append((item.rows[0] + dropped, item.rows[0] + dropped + num_q))
-            k_ranges.append((block_row, block_row + num_q))
-            if self._windowed:
-                positions_q.append(self._positions(item, self._me)[dropped : dropped + num_q])
-                positions_k.append(self._positions(item, source)[:num_q])
+        in_blocks = [self._count(item, source) for item in self._striped]
+        for item, in_block in zip(self._striped, in_blocks, strict=True):
+            spans += block_spans(item.rows[1] - item.rows[0], in_block, later=source > self._me)
             for first, end, slots in item.runs:
-                rows = _stripe_rows(first, end, source, self._dop)
+                rows = stripe_rows(first, end, source, self._dop)
                 keep_rows.append(np.arange(rows.start, rows.stop) + block_row)
                 keep_slots.append(
                     slots[source + np.arange(rows.start, rows.stop) * self._dop - first]
                 )
             block_row += in_block
-        lens = tuple(hi - lo for lo, hi in q_ranges)
+        used, q_rows, k_rows = trimmed(spans)
+        placed = self._striped if self._windowed else []
+        q_positions = _join(self._positions(item, self._me) for item in placed)
+        k_positions = _join(self._positions(item, source) for item in placed)
         return RingStep(
             source=source,
             keep=self._keep(_join(keep_rows), _join(keep_slots)),
-            q_rows=self._rows(q_ranges),
-            k_rows=self._rows(k_ranges),
-            spans=self._spans(lens, lens, positions_q, positions_k),
+            q_rows=q_rows,
+            k_rows=k_rows,
+            spans=self._spans(
+                tuple(q for q, _ in used),
+                tuple(k for _, k in used),
+                [q_positions[q_rows]],
+                [k_positions[k_rows]],
+            ),
+            tails=tail_rows(in_blocks, map(self._owns_last, self._striped)),
         )
 
     def _mastered(self) -> list[_Item]:
@@ -388,11 +391,6 @@ class _Builder:
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
-
-
-def _stripe_rows(first: int, end: int, source: int, dop: int) -> range:
-    """Rows of the stripe of `source` whose tokens lie in `[first, end)` of the new tokens."""
-    return range(max(-(-(first - source) // dop), 0), max(-(-(end - source) // dop), 0))
 
 
 def _join(parts: Iterable[Ints]) -> Ints:

@@ -49,13 +49,20 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """What to do while the block of member `source` is at hand."""
+    """What to do while the block of member `source` is at hand.
+
+    `q_rows` of the packed queries and `k_rows` of the block; `spans` are squares, with rows
+    between them that have no partner here (queries without keys, keys without queries).
+    """
 
     source: int
     keep: Keep | None
-    q_rows: Rows
-    k_rows: Rows
+    q_rows: slice
+    k_rows: slice
     spans: Spans
+    tails: tuple[tuple[int, int], ...] = ()
+    """(first, end) of the block's rows of each request whose last new token is a query here, in
+    the order of `StepLayout.sample_rows`: that token sees all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +109,9 @@ class StepLayout:
     windowed: bool
     grown: tuple[tuple[int, int], ...]
     """(segment, tokens) that this step added to the pool, to take back if it fails."""
+
+    @property
+    def only_ring(self) -> bool:
+        """Whether own queries meet new keys alone, and all of them in the ring."""
+        elsewhere = (self.square, self.local, self.queries_out, self.keys_in)
+        return not self.windowed and not any(elsewhere)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from loongd.kernels.attention import select_backend
 from loongd.model.llama import Llama
 from loongd.model.spec import ModelSpec
 from loongd.model.weights import load_weights
@@ -19,6 +18,7 @@ from loongd.wire import Extend, RunMigrate, RunStep, Sampled, Sampling, pack_tok
 from loongd.worker.comm import LoopbackWorld
 from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
+from loongd.worker.numerics import Numerics
 from loongd.worker.runner import Parts, Runner
 
 CPU = torch.device("cpu")
@@ -49,18 +49,37 @@ class Sequence:
 class Cluster:
     """`num_instances` runners over a loopback world; every step checks all pools."""
 
-    def __init__(self, model_dir: Path, num_instances: int, *, num_slots: int = 512) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        num_instances: int,
+        *,
+        num_slots: int = 512,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+        deterministic: bool = False,
+        num_layers: int | None = None,
+    ) -> None:
+        """`num_layers` leaves out all but the first layers of the model."""
         self.spec = ModelSpec.from_dir(model_dir)
+        self._dtype = dtype
+        self._device = device
         weights = load_weights(
             model_dir,
             self.spec,
             load_format="safetensors",
-            dtype=torch.float32,
-            device=CPU,
+            dtype=dtype,
+            device=device,
             seed=0,
             progress=lambda *_: None,
         )
-        self._model = Llama(self.spec, weights, CPU, torch.float32)
+        self.spec = replace(self.spec, num_layers=num_layers or self.spec.num_layers)
+        weights = replace(weights, layers=weights.layers[: self.spec.num_layers])
+        self._numerics = Numerics.choose(
+            device, dtype, self.spec.head_dim, deterministic=deterministic
+        )
+        arithmetic = self._numerics.arithmetic
+        self._model = Llama(self.spec, weights, device, dtype, arithmetic=arithmetic)
         self._weights_bytes = weights.num_bytes()
         self.world = LoopbackWorld(num_instances, timeout_s=60)
         self.transports = [self.world.transport(rank) for rank in range(num_instances)]
@@ -75,25 +94,25 @@ class Cluster:
             num_slots=num_slots,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
-            dtype=torch.float32,
-            device=CPU,
+            dtype=self._dtype,
+            device=self._device,
         )
         pool.k_LSKH.fill_(torch.nan)
         pool.v_LSKH.fill_(torch.nan)
         return pool
 
     def _runner(self, rank: int) -> Runner:
-        scale = self.spec.head_dim**-0.5
         parts = Parts(
             spec=self.spec,
-            device=CPU,
-            dtype=torch.float32,
+            device=self._device,
+            dtype=self._dtype,
             weights_bytes=self._weights_bytes,
             model=self._model,
             transport=self.transports[rank],
-            backend=select_backend(CPU, torch.float32, self.spec.head_dim, scale),
+            backend=self._numerics.backend,
             kv=self.pools[rank],
             tensor_parallel=None,
+            partials=self._numerics.partials,
         )
         return Runner(parts, rank, Pulse())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +23,7 @@ from loongd.kernels.attention import (
 )
 from loongd.wire import Extend, RunStep, pack_tokens
 from loongd.worker.attention import EspAttention
-from loongd.worker.comm import LoopbackTransport, LoopbackWorld
+from loongd.worker.comm import LoopbackTransport, LoopbackWorld, Pending
 from loongd.worker.geometry import lay_out
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import RowBytes, StepLayout
@@ -29,6 +31,7 @@ from loongd.worker.layout import RowBytes, StepLayout
 HEAD_DIM = 16
 HEADS = ((4, 2), (3, 1), (3, 3), (6, 2), (5, 1), (7, 7))
 CPU = torch.device("cpu")
+Message = Sequence[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,13 @@ def _truths(cases: list[Case], seed: int, num_heads: int, num_kv_heads: int) -> 
     ]
 
 
-def _pools(members: tuple[int, ...], cases: list[Case], truths: list[Truth]) -> dict[int, KvCache]:
+def _pools(
+    members: tuple[int, ...], cases: list[Case], truths: list[Truth], num_slots: int = 256
+) -> dict[int, KvCache]:
     pools = {
         m: KvCache(
             num_layers=1,
-            num_slots=256,
+            num_slots=num_slots,
             num_kv_heads=truths[0].k.shape[1],
             head_dim=HEAD_DIM,
             dtype=torch.float32,
@@ -101,10 +106,12 @@ def _pools(members: tuple[int, ...], cases: list[Case], truths: list[Truth]) -> 
         pool.k_LSKH.fill_(torch.nan)
         pool.v_LSKH.fill_(torch.nan)
     for number, (case, truth) in enumerate(zip(cases, truths, strict=True)):
-        for position, holder in enumerate(case.cached_on):
-            slot = pools[holder].extend(2 * number, np.array([position]))[0]
-            pools[holder].k_LSKH[0, slot] = truth.k[position]
-            pools[holder].v_LSKH[0, slot] = truth.v[position]
+        cached_on = np.array(case.cached_on, dtype=np.int64)
+        for holder in np.unique(cached_on).tolist():
+            positions = np.flatnonzero(cached_on == holder)
+            slots = pools[holder].extend(2 * number, positions)
+            pools[holder].k_LSKH[0, slots] = truth.k[positions]
+            pools[holder].v_LSKH[0, slots] = truth.v[positions]
     return pools
 
 
@@ -147,10 +154,11 @@ def _run_all(
     truths: list[Truth],
     backend: AttentionBackend,
     window: int | None,
+    num_slots: int = 256,
 ) -> tuple[dict[int, Tensor], dict[int, StepLayout], dict[int, KvCache], int]:
-    pools, step = _pools(members, cases, truths), _step(members, cases)
+    pools, step = _pools(members, cases, truths, num_slots), _step(members, cases)
     row_bytes = RowBytes.of(truths[0].q.shape[1], truths[0].k.shape[1], HEAD_DIM, 4)
-    world = LoopbackWorld(8, timeout_s=2)
+    world = LoopbackWorld(8, timeout_s=2 if num_slots == 256 else 60)
     outs: dict[int, Tensor] = {}
     layouts: dict[int, StepLayout] = {}
     transports: dict[int, LoopbackTransport] = {m: world.transport(m) for m in members}
@@ -191,25 +199,30 @@ def _check(
     truths: list[Truth],
     backend: AttentionBackend,
     window: int | None = None,
+    *,
+    num_slots: int = 256,
+    every: int = 1,
 ) -> None:
-    outs, layouts, pools, _ = _run_all(members, cases, truths, backend, window)
+    """Compares every `every`-th row of each request, from its last row on."""
+    outs, layouts, pools, _ = _run_all(members, cases, truths, backend, window, num_slots)
     assert set(outs) == set(members), "a member failed or hung"
     for member in members:
         row = 0
         for number, positions in _rows_of(layouts[member], member, members, cases):
             truth = truths[number]
-            every = torch.arange(len(truth.q))
+            rows = torch.arange(len(positions) - 1, -1, -every)
+            chosen = torch.tensor(positions, dtype=torch.int64)[rows]
             expected, _ = dense_attention(
-                truth.q.double(),
-                truth.k.double(),
-                truth.v.double(),
+                truth.q[chosen],
+                truth.k,
+                truth.v,
                 scale=HEAD_DIM**-0.5,
-                q_positions=every,
-                k_positions=every,
+                q_positions=chosen,
+                k_positions=torch.arange(len(truth.k)),
                 window=window,
             )
-            got = outs[member][row : row + len(positions)]
-            torch.testing.assert_close(got, expected[positions], atol=2e-5, rtol=2e-5)
+            got = outs[member][row : row + len(positions)][rows]
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
             row += len(positions)
         assert row == len(outs[member])
         pools[member].check()
@@ -321,3 +334,66 @@ def test_every_head_size(
         Case((), 2, None, ((1, 2),)),
     ]
     _check((2, 0, 1), cases, _truths(cases, 11, 6, 2), backend(head_dim**-0.5))
+
+
+@pytest.mark.parametrize("dop", range(1, 9))
+def test_lengths_around_the_degree_of_parallelism(dop: int) -> None:
+    """1, DoP - 1, DoP, DoP + 1 and 2 DoP + 1 tokens side by side, each kept by another member."""
+    members = tuple((3 * i + 1) % 8 for i in range(dop))
+    lengths = (1, dop - 1, dop, dop + 1, 2 * dop + 1)
+    cases = [
+        Case((), length, None, ((members[n % dop], length),))
+        for n, length in enumerate(lengths)
+        if length
+    ]
+    _check(members, cases, _truths(cases, dop, 3, 1), CpuFlashBackend(HEAD_DIM**-0.5))
+
+
+def test_one_token_beside_a_hundred_thousand() -> None:
+    """Prompts of 1 and 12,000 tokens, and 1 and 7 new tokens over 100,000 cached ones."""
+    members, many = (2, 0, 1), 100_000
+    spread = (0,) * 40_000 + (2,) * 7 + (1,) * (many - 40_007)
+    cases = [
+        Case(spread, 7, None, ((1, 7),)),
+        Case((), 1, None, ((0, 1),)),
+        Case((), 12_000, None, ((1, 5_001), (2, 6_999))),
+        Case((1,) * many, 1, 0, ()),
+        Case((), 1, 2, ()),
+    ]
+    backend = CpuFlashBackend(HEAD_DIM**-0.5)
+    _check(members, cases, _truths(cases, 5, 2, 1), backend, num_slots=200_000, every=97)
+
+
+def test_a_ring_holds_two_blocks_whatever_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention takes no buffer: beside the block at hand only the one that is arriving exists."""
+    arrived: list[weakref.ref[Tensor]] = []
+    most = 0
+    post = LoopbackTransport.post
+
+    def counting(self: LoopbackTransport, sends: Message, receives: Message) -> Pending:
+        nonlocal most
+        if self.rank == 3:
+            arrived.extend(weakref.ref(buffer) for _, buffer in receives)
+            most = max(most, sum(one() is not None for one in arrived))
+        return post(self, sends, receives)
+
+    monkeypatch.setattr(LoopbackTransport, "post", counting)
+    case = Case((), 60, None, ((3, 60),))
+    *_, sent = _run_all((0, 1, 2, 3), [case], _truths([case], 7, 4, 2), CpuFlashBackend(0.25), None)
+    assert sent == 3 * 60 * 2 * 2 * HEAD_DIM * 4
+    assert len(arrived) == 3 * 2
+    assert most == 2 * 2
+
+
+def test_a_ring_reads_queries_and_blocks_in_place() -> None:
+    """A prompt alone is one square a block; several share one span list over slices."""
+    for lengths in ((50,), (50, 1, 31)):
+        cases = [Case((), length, None, ((1, length),)) for length in lengths]
+        pool = _pools((1,), cases, _truths(cases, 0, 2, 1))[1]
+        step = _step((0, 1, 2), cases)
+        for part in lay_out(step, 1, pool, row_bytes=RowBytes(1, 1), windowed=False).ring:
+            spans = list(zip(part.spans.q_lens, part.spans.k_lens, strict=True))
+            assert all(q == k or not q or not k for q, k in spans)
+            rows = [part.q_rows, part.k_rows]
+            assert [sum(n) for n in zip(*spans, strict=True)] == [r.stop - r.start for r in rows]
+            assert len(lengths) > 1 or len(spans) == 1

@@ -12,8 +12,9 @@ import torch
 from cluster_kit import Cluster, Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loongd.wire import Sampling
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from loongd.wire import Sampling
 
 NUM_INSTANCES = 4
 
@@ -170,6 +171,27 @@ def test_a_batch_of_ragged_requests_with_targets_and_masters_of_their_own(
         ]
         sampled = cluster.extend([1, 3, 0, 2], work)
         cluster.check(*sequences)
+
+
+def test_two_requests_go_on_from_one_prefix(llama_dir: Path) -> None:
+    """A segment of another request, spread over two instances, is the beginning of both."""
+    model = LlamaForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
+    cluster = Cluster(llama_dir, NUM_INSTANCES)
+    prefix = [(29 * i + 5) % 199 for i in range(30)]
+    first = Sequence("first", [*prefix, 7, 8, 9])
+    cluster.extend([0, 1, 2], [(first, 30, None, [(1, 17), (2, 13)])], sample=False)
+    second = Sequence("second", [*prefix, 150, 3], 30, list(first.segments), dict(first.placed))
+    work = [(first, 3, None, [(0, 2), (3, 1)]), (second, 2, 1, [])]
+    for _ in range(3):
+        sampled = cluster.extend([3, 1, 2, 0], work)
+        for sequence in (first, second):
+            token = sampled[sequence.name].token
+            assert token == int(_expected(model, sequence.tokens).argmax())
+            sequence.tokens.append(token)
+        work = [(first, 1, 2, []), (second, 1, 0, [])]
+    for pool in cluster.pools:
+        pool.check()
+    assert sum(pool.num_used for pool in cluster.pools) == 30 + (3 + 2) + (2 + 2)
 
 
 def test_a_request_without_a_drawable_token_is_left_out_and_harms_no_other(

@@ -119,7 +119,9 @@ def serve(reference: tuple[Path, LlamaForCausalLM], tmp_path: Path) -> Serve:
     """`serve(num_instances, tensor_parallel_size, device)`: a pool that is stopped on leaving."""
 
     @asynccontextmanager
-    async def run(num_instances: int, size: int, device: str = "cpu") -> AsyncIterator[Cluster]:
+    async def run(
+        num_instances: int, size: int, device: str = "cpu", *, deterministic: bool = False
+    ) -> AsyncIterator[Cluster]:
         world = num_instances * size
         starts = [
             Start(
@@ -137,6 +139,7 @@ def serve(reference: tuple[Path, LlamaForCausalLM], tmp_path: Path) -> Serve:
                 max_step_tokens=256,
                 seed=0,
                 tensor_parallel_size=size,
+                deterministic=deterministic,
             )
             for rank in range(world)
         ]
@@ -252,6 +255,58 @@ async def test_the_same_over_nccl(
     async with serve(num_instances, size, "cuda") as cluster:
         await check_generation(cluster, reference[1], 2e-3)
         await check_accounts(cluster, size)
+
+
+async def generate(cluster: Cluster, members: list[int], numbers: list[int]) -> list[list[bytes]]:
+    """Log-probabilities of the first four tokens of some prompts, as bytes; frees everything."""
+    texts = {number: list(PROMPTS[number]) for number in numbers}
+    batch = [extend(n, t, 0, keep=split(len(t), members, n)) for n, t in texts.items()]
+    found: list[list[bytes]] = [[] for _ in numbers]
+    for step in range(4):
+        drawn = await cluster.run(members, batch)
+        for told, (number, text) in zip(found, texts.items(), strict=True):
+            sampled = drawn[str(number)]
+            told.append(sampled.top_ids + sampled.top_logprobs)
+            text.append(sampled.token)
+        master = members[step % len(members)]
+        batch = [
+            extend(n, t[-1:], len(t) - 1, master=master, cached=[10 * n], holders=members)
+            for n, t in texts.items()
+        ]
+    for instance in cluster.instances:
+        cluster.pool.send(instance, FreeSegments(segments=[10 * n for n in numbers]))
+    return found
+
+
+async def test_deterministic_mode_gives_the_same_bits_in_any_group(
+    reference: tuple[Path, LlamaForCausalLM], serve: Serve
+) -> None:
+    """Two workers an instance, over gloo: equal to transformers, and alone equal to together."""
+    numbers = list(range(len(PROMPTS)))
+    async with serve(2, 2, deterministic=True) as cluster:
+        assert {ready.attention_backend for ready in cluster.ready} == {"exact (deterministic)"}
+        await check_generation(cluster, reference[1], 2e-4)
+        await check_accounts(cluster, 2)
+        together = await generate(cluster, [1, 0], numbers)
+        alone = [(await generate(cluster, [number % 2], [number]))[0] for number in numbers]
+        assert alone == together
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_instances", "size"),
+    [(n, t) for n, t in ((1, 2), (2, 1), (2, 2)) if n * t <= torch.cuda.device_count()],
+)
+async def test_deterministic_mode_over_nccl(
+    num_instances: int, size: int, reference: tuple[Path, LlamaForCausalLM], serve: Serve
+) -> None:
+    numbers = list(range(len(PROMPTS)))
+    async with serve(num_instances, size, "cuda", deterministic=True) as cluster:
+        await check_generation(cluster, reference[1], 2e-3)
+        await check_accounts(cluster, size)
+        together = await generate(cluster, cluster.instances[::-1], numbers)
+        alone = [(await generate(cluster, [0], [number]))[0] for number in numbers]
+        assert alone == together
 
 
 async def test_a_refused_step_leaves_an_instance_of_two_workers_working(
