@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Time the kernels on one GPU at stated shapes; one JSON document on stdout.
 
-Each figure is the median of `--runs` runs, each the median of replays of a CUDA graph with the L2
-cache flushed before every replay. Bandwidth counts the bytes that must move (each input read
-once, each output written once); attention over the pool counts K and V alone. Inputs are random,
-bf16, seeded. Ratios are to 4.8 TB/s (H200 datasheet), to this card's own copy of the same number
-of bytes, and for matrix-bound rows to 989 TFLOP/s.
+Each figure is the median of `--runs` runs, each the median of replays of a CUDA graph in which the
+work runs on several sets of buffers in turn, at least four times the L2 cache in all, so that what
+a work reads comes from memory and what it writes goes there, as between the layers of a model.
+(Flushing the cache by writing to it, as `triton.testing.do_bench` does, makes a work that only
+reads pay for writing 50 MB back.) Bandwidth counts the bytes that must move (each input read once,
+each output written once); attention over the pool counts K and V alone. Inputs are random, bf16,
+seeded. Ratios are to 4.8 TB/s (H200 datasheet), to this card's own copy of the same number of bytes
+timed in the same way; for matrix-bound rows to 989 TFLOP/s and to the fastest of the same shape.
 """
 
 from __future__ import annotations
@@ -15,20 +18,20 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from loongd.kernels import cudnn
-from loongd.kernels.attention import CudaFlashBackend, PoolSlots, Spans
+from loongd.kernels.attention import AttentionBackend, CudaFlashBackend, PoolSlots, Spans
 from loongd.kernels.gpu import attend, elementwise, merge, pool, sampling
 from loongd.kernels.triton_backend import TritonBackend, select_cuda_backend
 
@@ -41,6 +44,7 @@ SCALE = HEAD_DIM**-0.5
 MIB64 = 64 << 20
 
 MHA, GQA = (32, 32), (32, 8)
+Lens = tuple[int, ...]
 DECODE: tuple[tuple[str, tuple[int, int], tuple[int, ...]], ...] = (
     ("gqa8 8 x 32K", GQA, (32768,) * 8),
     ("mha 4 x 64K", MHA, (65536,) * 4),
@@ -68,25 +72,48 @@ SQUARES: tuple[tuple[str, tuple[int, int], tuple[int, ...]], ...] = (
 )
 
 
-def replayed(work: Callable[[], object]) -> Callable[[], None]:
-    """The work as one CUDA graph, warmed up: no launch gaps in the figures."""
-    for _ in range(2):
+Work = Callable[[], object]
+Make = Callable[[], Work]
+"""A work on new buffers of its own."""
+
+
+def time_us(make: Make, num_bytes: int, runs: int) -> float:
+    """Microseconds of a work that moves `num_bytes`, launch gaps of a graph included."""
+    works = _sets(make, num_bytes)
+    for work in works:
         work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        # all held to the end, else each would write where the last did
+        outputs = [work() for work in works]
+    taken = _median_us(graph.replay, runs) / len(works)
+    del outputs
+    return taken
+
+
+def _sets(make: Make, num_bytes: int) -> list[Work]:
+    cache_bytes = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return [make() for _ in range(max(1, min(64, -(-4 * cache_bytes // num_bytes))))]
+
+
+def _median_us(work: Work, runs: int) -> float:
+    """The median of the medians of runs of 30 ms, after 5 ms of the same."""
+    once_us = statistics.median(_times_us(work, 3))
+    _times_us(work, max(1, int(5e3 / once_us)))
+    count = max(5, int(3e4 / once_us))
+    return statistics.median(statistics.median(_times_us(work, count)) for _ in range(runs))
+
+
+def _times_us(work: Work, count: int) -> list[float]:
+    """Each of `count` runs in a row."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         work()
-    return graph.replay
-
-
-def time_us(work: Callable[[], object], runs: int) -> float:
-    return _median_us(replayed(work), runs)
-
-
-def _median_us(work: Callable[[], object], runs: int) -> float:
-    once = partial(do_bench, work, warmup=5, rep=30, return_mode="median")
-    times: list[float] = [once() for _ in range(runs)]
-    return 1000.0 * statistics.median(times)
+        mark.record()
+    torch.cuda.synchronize()
+    return [1000.0 * first.elapsed_time(second) for first, second in pairwise(marks)]
 
 
 class Bench:
@@ -102,14 +129,25 @@ class Bench:
         mib = max(1, min(num_bytes, 8 << 30) >> 20)
         size = 1 << (mib.bit_length() - 1)
         if size not in self._copies:
-            x = random(size << 18)
-            y = torch.empty_like(x)
-            # not in a graph: there a copy becomes a node for the copy engine, which is slower
-            self._copies[size] = (size << 20) / _median_us(lambda: y.copy_(x), self._runs) / 1e6
+            self._copies[size] = (size << 20) / self._copy_us(size << 20) / 1e6
         return self._copies[size]
 
-    def memory(self, kernel: str, shape: str, num_bytes: int, work: Callable[[], object]) -> None:
-        us = time_us(work, self._runs)
+    def _copy_us(self, num_bytes: int) -> float:
+        def make() -> Work:
+            x = random(num_bytes // 4)
+            return partial(torch.empty_like(x).copy_, x)
+
+        works = _sets(make, num_bytes)
+
+        def all_of_them() -> None:
+            # not in a graph: there a copy becomes a node for the copy engine, which is slower
+            for work in works:
+                work()
+
+        return _median_us(all_of_them, self._runs) / len(works)
+
+    def memory(self, kernel: str, shape: str, num_bytes: int, make: Make) -> None:
+        us = time_us(make, num_bytes, self._runs)
         rate = num_bytes / us / 1e6
         copy = self.copy_tb_s(num_bytes)
         self._add(
@@ -124,8 +162,8 @@ class Bench:
             }
         )
 
-    def matrix(self, kernel: str, shape: str, flop: float, work: Callable[[], object]) -> None:
-        us = time_us(work, self._runs)
+    def matrix(self, kernel: str, shape: str, flop: float, num_bytes: int, make: Make) -> None:
+        us = time_us(make, num_bytes, self._runs)
         rate = flop / us / 1e6
         self._add(
             {
@@ -156,16 +194,20 @@ def make_pool(num_keys: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]
 
 def bench_decode(bench: Bench) -> None:
     for name, (heads, kv_heads), lens in DECODE:
-        k, v, slots = make_pool(sum(lens), kv_heads)
-        q = random(len(lens), heads, HEAD_DIM)
-        cu_k = Spans((1,) * len(lens), lens, DEVICE).cu_k
-        work = partial(attend.split_kv, q, k, v, slots, None, cu_k, scale=SCALE)
-        bench.memory("split_kv", name, 2 * k.numel() * 2, work)
+
+        def make(heads: int = heads, kv_heads: int = kv_heads, lens: Lens = lens) -> Work:
+            k, v, slots = make_pool(sum(lens), kv_heads)
+            q = random(len(lens), heads, HEAD_DIM)
+            cu_k = Spans((1,) * len(lens), lens, DEVICE).cu_k
+            return partial(attend.split_kv, q, k, v, slots, None, cu_k, scale=SCALE)
+
+        bench.memory("split_kv", name, 2 * sum(lens) * kv_heads * HEAD_DIM * 2, make)
 
 
 def bench_pool(bench: Bench) -> None:
     heads, kv_heads = GQA
     k, v, slots = make_pool(POOL_KEYS, kv_heads)
+    num_bytes = 2 * k.nbytes
     packed = k[slots], v[slots]
     host = slots.cpu().numpy()
     backend = select_cuda_backend(DEVICE, BF16, HEAD_DIM, SCALE)
@@ -174,13 +216,20 @@ def bench_pool(bench: Bench) -> None:
         flop = 4.0 * heads * HEAD_DIM * num_q * POOL_KEYS
         ranges = ((0, num_q, 0, POOL_KEYS),)
         spans = Spans((num_q,), (POOL_KEYS,), DEVICE)
-        over_pool = partial(backend.over_pool, q, k, v, PoolSlots((host,), DEVICE), spans)
-        extend = partial(attend.extend, q, k, v, slots, ranges, scale=SCALE)
-        contiguous = partial(cudnn.attention, q, *packed, scale=SCALE, causal=False)
-        shape = f"{num_q} x 128K gqa8"
-        bench.matrix(f"over_pool {backend.name}", shape, flop, over_pool)
-        bench.matrix("extend", shape, flop, extend)
-        bench.matrix("cudnn, packed keys", shape, flop, contiguous)
+        works: dict[str, Work] = {
+            f"over_pool {backend.name}": partial(
+                backend.over_pool, q, k, v, PoolSlots((host,), DEVICE), spans
+            ),
+            "extend": partial(attend.extend, q, k, v, slots, ranges, scale=SCALE),
+            "cudnn, packed keys": partial(cudnn.attention, q, *packed, scale=SCALE, causal=False),
+        }
+        for kernel, work in works.items():
+            # K and V are more than the cache: one set is enough
+            bench.matrix(kernel, f"{num_q} x 128K gqa8", flop, num_bytes, partial(_same, work))
+
+
+def _same(work: Work) -> Work:
+    return work
 
 
 def bench_square(bench: Bench) -> None:
@@ -189,71 +238,105 @@ def bench_square(bench: Bench) -> None:
         TritonBackend(SCALE),
         CudaFlashBackend(SCALE),
     )
-    for name, (heads, kv_heads), lens in SQUARES:
-        q, k, v = (random(sum(lens), n, HEAD_DIM) for n in (heads, kv_heads, kv_heads))
-        flop = sum(2.0 * heads * HEAD_DIM * n * n for n in lens)
+    for name, heads, lens in SQUARES:
+        flop = sum(2.0 * heads[0] * HEAD_DIM * n * n for n in lens)
+        num_bytes = 2 * sum(lens) * sum(heads) * HEAD_DIM * 2
         spans = Spans(lens, lens, DEVICE)
         for backend in backends:
-            work = partial(backend.square_causal, q, k, v, spans)
-            bench.matrix(f"square {backend.name}", name, flop, work)
+            make = partial(_square, heads, sum(lens), partial(_of_spans, backend, spans))
+            bench.matrix(f"square {backend.name}", name, flop, num_bytes, make)
         if len(lens) == 1:
-            work = partial(cudnn.attention, q, k, v, scale=SCALE, causal=True)
-            bench.matrix("cudnn alone", name, flop, work)
+            alone = partial(cudnn.attention, scale=SCALE, causal=True)
+            make = partial(_square, heads, sum(lens), alone)
+            bench.matrix("cudnn alone", name, flop, num_bytes, make)
 
 
-def small_works() -> Iterator[tuple[str, str, int, Callable[[], object]]]:
-    """Small kernels at 64 MiB of input, with the bytes that they must move."""
-    x, y = random(8192, 4096), random(8192, 4096)
-    weight = random(4096)
-    yield "rms_norm", "8192 x 4096", 2 * MIB64, lambda: elementwise.rms_norm(x, weight, 1e-5)
-    add = lambda: elementwise.add_rms_norm(x, y, weight, 1e-5)  # noqa: E731
-    yield "add_rms_norm", "8192 x 4096", 4 * MIB64, add
+def _square(heads: tuple[int, int], num_tokens: int, attention: Callable[..., object]) -> Work:
+    """Queries, keys and values as the model has them: the values with gaps."""
+    num_heads, num_kv_heads = heads
+    q, k = (random(num_tokens, n, HEAD_DIM) for n in heads)
+    qkv = random(num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM)
+    return partial(attention, q, k, qkv[:, num_heads + num_kv_heads :])
+
+
+def _of_spans(
+    backend: AttentionBackend, spans: Spans, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    return backend.square_causal(q, k, v, spans)
+
+
+def make_norm() -> Work:
+    return partial(elementwise.rms_norm, random(8192, 4096), random(4096), 1e-5)
+
+
+def make_add_norm() -> Work:
+    x, residual = random(8192, 4096), random(8192, 4096)
+    return partial(elementwise.add_rms_norm, x, residual, random(4096), 1e-5)
+
+
+def make_silu() -> Work:
     both = random(1524, 22016)
-    gate, up = both[:, :11008], both[:, 11008:]
-    yield (
-        "silu_mul",
-        "1524 x 2 x 11008",
-        3 * gate.numel() * 2,
-        lambda: elementwise.silu_mul(gate, up),
-    )
+    return partial(elementwise.silu_mul, both[:, :11008], both[:, 11008:])
+
+
+def make_heads() -> tuple[Tensor, ...]:
+    """q, k, v of 4,096 tokens as views with gaps, a pool (K, V) and slots in random order."""
     tokens = 4096
-    qkv = random(tokens, 96 * HEAD_DIM).view(tokens, 96, HEAD_DIM)
-    q, k, v = qkv[:, :32], qkv[:, 32:64], qkv[:, 64:]
+    qkv = random(tokens, 96, HEAD_DIM)
     k_pool, v_pool, slots = make_pool(2 * tokens, 32)
-    slots = slots[:tokens].contiguous()
-    cos, sin = random(tokens, HEAD_DIM), random(tokens, HEAD_DIM)
-    moved = 4 * k.numel() * 2
-    yield "store_kv", "4096 x mha", moved, lambda: pool.store_kv(k, v, slots, k_pool, v_pool)
-    # q and k read and written, v read, K and V written
-    yield (
-        "rope_store_kv",
-        "4096 x mha",
-        7 * k.numel() * 2,
-        lambda: pool.rope_store_kv(q, k, v, cos, sin, slots, k_pool, v_pool),
-    )
-    yield (
-        "apply_rotary",
-        "4096 x mha",
-        4 * k.numel() * 2,
-        lambda: pool.apply_rotary(q, k, cos, sin),
-    )
+    at = slots[:tokens].contiguous()
+    return qkv[:, :32], qkv[:, 32:64], qkv[:, 64:], at, k_pool, v_pool
+
+
+def make_angles() -> tuple[Tensor, Tensor]:
+    return random(4096, HEAD_DIM), random(4096, HEAD_DIM)
+
+
+def make_store() -> Work:
+    return partial(pool.store_kv, *make_heads()[1:])
+
+
+def make_rope_store() -> Work:
+    q, k, v, *into = make_heads()
+    return partial(pool.rope_store_kv, q, k, v, *make_angles(), *into)
+
+
+def make_rotary() -> Work:
+    q, k, *_ = make_heads()
+    cos, sin = make_angles()
+    return partial(pool.apply_rotary, q, k, cos, sin)
+
+
+def make_merge() -> Work:
     out, part = (torch.randn(4096, 32, HEAD_DIM, device=DEVICE) for _ in range(2))
     lse, part_lse = (torch.randn(4096, 32, device=DEVICE) for _ in range(2))
-    yield (
-        "merge_state_",
-        "4096 x 32 x 128",
-        3 * out.numel() * 4,
-        lambda: merge.merge_state_(out, lse, part, part_lse),
-    )
-    logits = torch.randn(131, 128256, device=DEVICE)
-    yield "best_tokens", "131 x 128256", logits.numel() * 4, lambda: sampling.best_tokens(logits)
-    few = torch.randn(1, 128256, device=DEVICE)
-    yield "best_tokens", "1 x 128256", few.numel() * 4, lambda: sampling.best_tokens(few)
+    return partial(merge.merge_state_, out, lse, part, part_lse)
+
+
+def make_best(rows: int) -> Work:
+    return partial(sampling.best_tokens, torch.randn(rows, 128256, device=DEVICE))
+
+
+HEADS_BYTES = 4096 * 32 * HEAD_DIM * 2
+"""Queries, keys or values of the small kernels."""
+SMALL: tuple[tuple[str, str, int, Make], ...] = (
+    ("rms_norm", "8192 x 4096", 2 * MIB64, make_norm),
+    ("add_rms_norm", "8192 x 4096", 4 * MIB64, make_add_norm),
+    ("silu_mul", "1524 x 2 x 11008", 3 * 1524 * 11008 * 2, make_silu),
+    ("store_kv", "4096 x mha", 4 * HEADS_BYTES, make_store),
+    # q and k read and written, v read, K and V written
+    ("rope_store_kv", "4096 x mha", 7 * HEADS_BYTES, make_rope_store),
+    ("apply_rotary", "4096 x mha", 4 * HEADS_BYTES, make_rotary),
+    ("merge_state_", "4096 x 32 x 128", 3 * 2 * HEADS_BYTES, make_merge),
+    ("best_tokens", "131 x 128256", 131 * 128256 * 4, partial(make_best, 131)),
+    ("best_tokens", "1 x 128256", 128256 * 4, partial(make_best, 1)),
+)
+"""Small kernels at 64 MiB of input or more, with the bytes that they must move."""
 
 
 def bench_small(bench: Bench) -> None:
-    for kernel, shape, num_bytes, work in small_works():
-        bench.memory(kernel, shape, num_bytes, work)
+    for kernel, shape, num_bytes, make in SMALL:
+        bench.memory(kernel, shape, num_bytes, make)
 
 
 def main() -> None:
@@ -282,10 +365,23 @@ def main() -> None:
         "runs": options.runs,
         "copy_gb_s": round(1000 * bench.copy_tb_s(2 << 30)),
         "copy_gb_s_64_mib": round(1000 * bench.copy_tb_s(2 * MIB64)),
-        "rows": bench.rows,
+        "rows": with_ratios(bench.rows),
     }
     json.dump(document, sys.stdout, indent=1)
     print()
+
+
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows; matrix-bound ones also with their share of the fastest rate of their shape."""
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row["shape"]] = max(best.get(row["shape"], 0.0), row.get("tflop_s", 0.0))
+    return [
+        {**row, "of_best": round(row["tflop_s"] / best[row["shape"]], 3)}
+        if "tflop_s" in row
+        else row
+        for row in rows
+    ]
 
 
 def _commit() -> str:

@@ -3,8 +3,10 @@
 Knows: the order of layers, and where the ranks of a tensor-parallel instance must sum. Does not
 know: KV, requests, other instances; the `attention` callable does everything about those.
 
-Everything but attention works row by row, so long inputs pass through the linear layers in chunks:
-beside the hidden states, only q, k, v and the output of attention are ever as long as the input.
+Everything but attention works row by row, so long inputs pass through the linear layers in chunks,
+from the output of one layer's attention to q, k, v of the next: beside the hidden states, only
+those are ever as long as the input. Each addition to the residual stream is one pass over memory
+with the norm that follows it.
 
 Letters: T packed tokens, B selected tokens, D model dim, N query heads, K kv heads, H head dim,
 V vocabulary, R tensor-parallel ranks. N, K and V's slices are what this rank has.
@@ -13,13 +15,13 @@ V vocabulary, R tensor-parallel ranks. N, K and V's slices are what this rank ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
-from loongd.kernels.elementwise import apply_rotary, rms_norm, silu_mul
+from loongd.model.arithmetic import Arithmetic, Fast, TensorParallel
 from loongd.model.rope import Rotary
 from loongd.model.spec import ModelSpec
 from loongd.model.weights import LayerWeights, Weights
@@ -27,19 +29,12 @@ from loongd.model.weights import LayerWeights, Weights
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_TNH, k_TKH, v_TKH) -> out_TNH; q and k are rotated, v may be a view with gaps."""
 
+Store = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""(layer, q_TNH, k_TKH, v_TKH, cos_TH, sin_TH), q and k not rotated yet."""
+
 LINEAR_CHUNK_TOKENS = 16384
 """Tokens that pass through the linear layers at once: plenty to fill a GPU, and for an MLP of
 14,336 columns in bf16 under 1.5 GB of intermediates, however long the input."""
-
-
-class TensorParallel(Protocol):
-    """The workers of one instance, as the model needs them; all call the same, in order."""
-
-    def all_reduce(self, x_TD: Tensor) -> None:
-        """Replace `x_TD` by its sum over the ranks, the same bits on all."""
-
-    def all_gather(self, x_BV: Tensor) -> Tensor:
-        """The ranks' equally shaped tensors side by side: (B, R V), by rank."""
 
 
 class Llama:
@@ -54,94 +49,131 @@ class Llama:
         *,
         tensor_parallel: TensorParallel | None = None,
         chunk_tokens: int = LINEAR_CHUNK_TOKENS,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         """`spec` and `weights` are this rank's (`Shard.spec`, `load_weights(shard=...)`);
-        `tensor_parallel` is None for an instance of one worker."""
+        `tensor_parallel` is None for an instance of one worker; `arithmetic` is `Fast` by
+        default."""
         self._spec = spec
         self._weights = weights
         self._dtype = dtype
-        self._rotary = Rotary(spec, device)
         self._tensor_parallel = tensor_parallel
-        self._chunk_tokens = chunk_tokens
+        self._math = Fast.on(device) if arithmetic is None else arithmetic
+        self._rotary = Rotary(spec, device, cos_sin=self._math.cos_sin)
+        self._chunk_tokens = min(chunk_tokens, self._math.most_tokens)
 
     @torch.inference_mode()
     def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, lengths_T: Tensor, attention: Attention
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths_T: Tensor,
+        attention: Attention,
+        *,
+        rows_B: Tensor | None = None,
+        store: Store | None = None,
     ) -> Tensor:
-        """Hidden states (T, D) after the last layer, before the final norm.
+        """Hidden states (T, D) after the last layer, before the final norm; (B, D) of `rows_B`.
 
         Args:
             tokens_T: token ids; T may be 0, and `attention` is still called for each layer.
             positions_T: position of each token in its request.
             lengths_T: tokens of each token's request at this step (see `Rotary.cos_sin`).
             attention: attends and stores KV; its output may be of any float type.
+            rows_B: the rows (int64) that are wanted, in order; None for all. The last layer stores
+                the KV of all tokens, but computes nothing else for the others, and `attention` may
+                give its output for the wanted ones alone there.
+            store: rotates queries and keys in place and stores keys and values, in one; then
+                `attention` must not. For inputs of one chunk.
         """
         hidden_TD = embedding(tokens_T, self._weights.embed_VD)
         cos_TH, sin_TH = self._rotary.cos_sin(positions_T, lengths_T)
-        cos_TH, sin_TH = cos_TH.to(self._dtype), sin_TH.to(self._dtype)
-        for index, layer in enumerate(self._weights.layers):
-            q_TNH, k_TKH, v_TKH = self._qkv(layer, hidden_TD, cos_TH, sin_TH)
-            out_TNH = attention(index, q_TNH, k_TKH, v_TKH)
-            del q_TNH, k_TKH, v_TKH
+        angles = (cos_TH.to(self._dtype), sin_TH.to(self._dtype))
+        layers, eps = self._weights.layers, self._spec.rms_norm_eps
+        heads: list[Tensor] = []
+        for rows in self._chunks(len(hidden_TD)):
+            normed_TD = self._math.rms_norm(hidden_TD[rows], layers[0].input_norm_D, eps)
+            self._project(layers[0], normed_TD, rows, angles, heads, store and partial(store, 0))
+        for index, layer in enumerate(layers):
+            out_TNH = attention(index, *heads)
+            heads = []  # frees them: the next layer's are as long
+            if rows_B is not None and index + 1 == len(layers):
+                out_TNH = out_TNH if len(out_TNH) == len(rows_B) else out_TNH[rows_B]
+                hidden_TD = hidden_TD[rows_B]
             for rows in self._chunks(len(hidden_TD)):
                 # in place: the residual stream is this function's own
                 part_TD = hidden_TD[rows]
-                (out_TD,) = layer.out(out_TNH[rows].to(self._dtype).flatten(1))
-                part_TD += self._summed(out_TD)
-                part_TD += self._mlp(layer, part_TD)
+                added_TD = self._after_attention(layer, out_TNH[rows], part_TD)
+                if index + 1 == len(layers):
+                    part_TD += added_TD
+                    continue
+                following = layers[index + 1]
+                normed_TD = self._math.add_rms_norm(added_TD, part_TD, following.input_norm_D, eps)
+                turn = store and partial(store, index + 1)
+                self._project(following, normed_TD, rows, angles, heads, turn)
         return hidden_TD
 
     @torch.inference_mode()
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """Logits (B, V) over the whole vocabulary, fp32, of selected rows of `forward`."""
-        normed_BD = rms_norm(hidden_BD, self._weights.final_norm_D, self._spec.rms_norm_eps)
-        logits_BV = linear(normed_BD, self._weights.lm_head_VD)
+        return self.head(hidden_BD).float()
+
+    @torch.inference_mode()
+    def head(self, hidden_BD: Tensor) -> Tensor:
+        """As `logits`, in the type that the arithmetic gives: the model's, if fast."""
+        norm_D, eps = self._weights.final_norm_D, self._spec.rms_norm_eps
+        normed_BD = self._math.rms_norm(hidden_BD, norm_D, eps)
+        logits_BV = self._math.logits(normed_BD, self._weights.lm_head_VD)
         if self._tensor_parallel is not None and logits_BV.shape[1] < self._spec.vocab_size:
             logits_BV = self._tensor_parallel.all_gather(logits_BV)
-        return logits_BV.float()
+        return logits_BV
 
     def _chunks(self, num_tokens: int) -> Iterator[slice]:
         """All rows in order, `chunk_tokens` at a time; one empty chunk when there is none."""
         for start in range(0, max(num_tokens, 1), self._chunk_tokens):
             yield slice(start, min(start + self._chunk_tokens, num_tokens))
 
-    def _summed(self, x_TD: Tensor) -> Tensor:
-        """The sum over the ranks of a projection that was cut by inputs."""
-        if self._tensor_parallel is not None and len(x_TD):
-            self._tensor_parallel.all_reduce(x_TD)
-        return x_TD
+    def _project(
+        self,
+        layer: LayerWeights,
+        normed_TD: Tensor,
+        rows: slice,
+        angles: tuple[Tensor, Tensor],
+        heads: list[Tensor],
+        store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None,
+    ) -> None:
+        """Queries, keys (both rotated) and values of a chunk, into the whole ones in `heads`.
 
-    def _qkv(
-        self, layer: LayerWeights, hidden_TD: Tensor, cos_TH: Tensor, sin_TH: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys (both rotated) and values of all tokens."""
-        num_tokens, spec = len(hidden_TD), self._spec
-        if num_tokens <= self._chunk_tokens:
-            return self._qkv_chunk(layer, hidden_TD, cos_TH, sin_TH)
-        q_TNH = hidden_TD.new_empty((num_tokens, spec.num_heads, spec.head_dim))
-        k_TKH = hidden_TD.new_empty((num_tokens, spec.num_kv_heads, spec.head_dim))
-        v_TKH = torch.empty_like(k_TKH)
-        for rows in self._chunks(num_tokens):
-            chunk = self._qkv_chunk(layer, hidden_TD[rows], cos_TH[rows], sin_TH[rows])
-            for whole, part in zip((q_TNH, k_TKH, v_TKH), chunk, strict=True):
-                whole[rows] = part
-        return q_TNH, k_TKH, v_TKH
-
-    def _qkv_chunk(
-        self, layer: LayerWeights, hidden_TD: Tensor, cos_TH: Tensor, sin_TH: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_tokens, H, eps = len(hidden_TD), self._spec.head_dim, self._spec.rms_norm_eps
-        q, k, v = layer.qkv(rms_norm(hidden_TD, layer.input_norm_D, eps))
+        `heads` is empty before the first chunk. A chunk that is all of the input is not copied.
+        """
+        num_tokens, H, eps = len(normed_TD), self._spec.head_dim, self._spec.rms_norm_eps
+        cos_TH, sin_TH = angles
+        q, k, v = self._math.project(layer.qkv, normed_TD)
         q_TNH = q.view(num_tokens, self._spec.num_heads, H)
         k_TKH = k.view(num_tokens, self._spec.num_kv_heads, H)
         v_TKH = v.view(num_tokens, self._spec.num_kv_heads, H)
         if layer.q_norm_H is not None and layer.k_norm_H is not None:
-            q_TNH = rms_norm(q_TNH, layer.q_norm_H, eps)
-            k_TKH = rms_norm(k_TKH, layer.k_norm_H, eps)
-        return *apply_rotary(q_TNH, k_TKH, cos_TH, sin_TH), v_TKH
+            q_TNH = self._math.rms_norm(q_TNH, layer.q_norm_H, eps)
+            k_TKH = self._math.rms_norm(k_TKH, layer.k_norm_H, eps)
+        if store is not None:
+            store(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH)
+            heads.extend((q_TNH, k_TKH, v_TKH))
+            return
+        if num_tokens == len(cos_TH):
+            heads.extend((*self._math.apply_rotary(q_TNH, k_TKH, cos_TH, sin_TH), v_TKH))
+            return
+        if not heads:
+            heads.extend(x.new_empty(len(cos_TH), *x.shape[1:]) for x in (q_TNH, k_TKH, v_TKH))
+        turned = (heads[0][rows], heads[1][rows])
+        self._math.apply_rotary(q_TNH, k_TKH, cos_TH[rows], sin_TH[rows], out=turned)
+        heads[2][rows] = v_TKH
 
-    def _mlp(self, layer: LayerWeights, hidden_TD: Tensor) -> Tensor:
-        normed_TD = rms_norm(hidden_TD, layer.post_norm_D, self._spec.rms_norm_eps)
-        gate_TF, up_TF = layer.gate_up(normed_TD)
-        (out_TD,) = layer.down(silu_mul(gate_TF, up_TF))
-        return self._summed(out_TD)
+    def _after_attention(self, layer: LayerWeights, out_TNH: Tensor, residual_TD: Tensor) -> Tensor:
+        """Adds the output projection to `residual_TD`; returns what the MLP adds to that."""
+        math, ranks = self._math, self._tensor_parallel
+        out_TD = math.project_summed(layer.out, out_TNH.to(self._dtype).flatten(1), ranks)
+        normed_TD = math.add_rms_norm(
+            out_TD, residual_TD, layer.post_norm_D, self._spec.rms_norm_eps
+        )
+        gated_TF = math.project_gated(layer.gate_up, normed_TD)
+        return math.project_summed(layer.down, gated_TF, ranks)

@@ -123,6 +123,25 @@ def test_no_tokens_still_attends_in_every_layer(kind, dtype, save_model, load):
     assert seen == [(layer, (0, 4, 12), (0, 2, 12), (0, 2, 12)) for layer in range(3)]
 
 
+@pytest.mark.parametrize("wanted", [[], [29], [0, 4, 29]], ids=str)
+def test_wanted_rows_are_those_of_the_whole(wanted, save_model, load, dense_attention):
+    """... and attention still gets all rows in every layer, to store their KV."""
+    model_dir, _ = save_model("llama")
+    spec, model = load(model_dir)
+    tokens, positions = torch.arange(20, 50), torch.arange(30)
+    dense, attended = dense_attention(spec), []
+
+    def attention(layer, q_TNH, k_TKH, v_TKH):
+        attended.append(len(k_TKH))
+        return dense(layer, q_TNH, k_TKH, v_TKH)
+
+    whole_TD = model.forward(tokens, positions, positions + 1, dense_attention(spec))
+    rows = torch.tensor(wanted, dtype=torch.int64)
+    some_BD = model.forward(tokens, positions, positions + 1, attention, rows_B=rows)
+    torch.testing.assert_close(some_BD, whole_TD[rows], atol=1e-5, rtol=1e-5)
+    assert attended == [30] * spec.num_layers
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_fused_on_a_gpu_equals_the_cpu(kind, save_model, load, dense_attention):

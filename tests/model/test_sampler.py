@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from loongd.model.sampler import Drawn, sample
+from loongd.model.sampler import Drawn, begin_sample, sample
 from loongd.wire import Sampling, pack_tokens
 
 VOCAB = 40
@@ -273,3 +273,24 @@ def test_a_gpu_draws_what_the_cpu_draws(vocab):
     for one, other in zip(drawn, expected, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.gpu
+def test_drawing_does_not_wait_for_the_device():
+    """While the device is busy all is launched; the logits may then be overwritten."""
+    params = [p for p in MIXED if not p.history] * 3
+    logits_BV = logits(len(params), vocab=5000).cuda()
+    positions = list(range(len(params)))
+    expected = sample(logits_BV, params, positions)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawing = begin_sample(logits_BV, params, positions)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not drawing.ready()
+    logits_BV.fill_(torch.nan)
+    assert drawing.finish() == expected
+    assert drawing.ready()
+    assert drawing.tokens_B.tolist() == [d.token for d in expected]
