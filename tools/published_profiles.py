@@ -6,7 +6,8 @@
 A800: LoongServe's own times (SOSP 2024, artifact): figure 3 in absolute milliseconds, figure 2 as
 ratios between tensor-parallel degrees, figure 14 as ratios between numbers of masters.
 H200: vLLM 0.26 on one and two GPUs, and microbenchmarks of the links, until `loongctl profile` has
-run there. Each file's `source` says what is measured and what is derived.
+run there: a file that was measured is left alone. Each file's `source` says what is measured and
+what is derived.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from loongd.profiling.store import load
 from loongd.sched.sib_default import HARDWARE, ModelFacts, compute_bound_batch
 from loongd.sched.sib_fit import DecodePoint, PrefillPoint, fit_decode, fit_prefill
 from loongd.sched.sib_profile import (
@@ -253,6 +255,9 @@ def main() -> None:
     made |= {"h200-llama2-7b-tp1": h200("llama2"), "h200-llama3-8b-tp1": h200("llama3")}
     for name, profile in made.items():
         path = directory / f"{name}.json"
+        if not profile.measured and path.exists() and load(path).measured:
+            print(f"{path.name}: measured, left alone")
+            continue
         path.write_text(dump_profile(profile), encoding="utf-8")
         for fit in profile.prefill:
             c = fit.coefficients

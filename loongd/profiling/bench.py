@@ -1,11 +1,11 @@
-"""Steps made up for their duration: prefill and decode of given sizes on a group.
+"""Steps made up for their duration: prefill, decode and migration of given sizes.
 
-Knows: how a size becomes a `RunStep` with synthetic tokens, and what KV it needs beforehand.
+Knows: how a size becomes a message with synthetic tokens, and what KV it needs beforehand.
 Does not know: which sizes are worth running (`profiling.grid`), or what the times mean.
 
-KV that decode and chunks read is prefilled once per group (`fill`) in blocks; a request reads one
-or several of them. Requests of a large batch share blocks, so the pool need not hold every token
-that a step reads.
+KV that decode and chunks read is prefilled once per group (`fill`) in blocks; a request reads some
+of them, or a tiny one. The requests of a step read different blocks: KV that several read comes
+from a cache and is faster than any real batch's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from array import array
 from collections.abc import Sequence
 
 from loongd.exclusive import Exclusive
-from loongd.wire import Extend, RunStep, Sampling, pack_tokens
+from loongd.profiling.grid import NUM_BLOCKS
+from loongd.wire import Extend, RunMigrate, RunStep, Sampling, pack_tokens
 
-NUM_BLOCKS = 16
+_NUM_TINY = 16
+_TINY_TOKENS = 16
 
 
 def even(total: int, members: Sequence[int]) -> list[tuple[int, int]]:
@@ -35,16 +37,19 @@ class Bench:
         self._exclusive = exclusive
         self._last_segment = 1 << 40
         self._blocks: list[int] = []
+        self._tiny: list[int] = []
         self._dirty: list[int] = []
         self._members: list[int] = []
         self.block_tokens = 0
+        self.tiny_tokens = 0
         self.max_tokens = max_tokens
         rng = random.Random(1)
         self._tokens = array("i", (rng.randrange(vocab_size) for _ in range(4096)))
 
     @property
-    def num_instances(self) -> int:
-        return len(self._exclusive.instances)
+    def instances(self) -> list[int]:
+        """Ids of all instances."""
+        return [ready.instance for ready in self._exclusive.instances]
 
     @property
     def pool_tokens(self) -> int:
@@ -55,15 +60,22 @@ class Bench:
         """Steps from now on run on the first `dop` instances."""
         self._members = [ready.instance for ready in self._exclusive.instances[:dop]]
 
-    async def fill(self, block_tokens: int) -> None:
-        """Prefill the blocks that later steps read; each member holds a part of each block, so
-        `block_tokens` is at least the group's size. Raises WorkerError."""
+    async def fill(self, block_tokens: int, step_tokens: int) -> None:
+        """Prefill the blocks that later steps read, some `step_tokens` a step; each member holds
+        a part of each block, so `block_tokens` is at least the group's size. Raises WorkerError."""
         self.clear()
         self.block_tokens = block_tokens
-        for _ in range(NUM_BLOCKS):
-            self._blocks.append(self._segment())
-            await self._run([self._chunk(block_tokens, segment=self._blocks[-1])])
+        self.tiny_tokens = max(_TINY_TOKENS, len(self._members))
+        self._tiny = await self._fill(_NUM_TINY, self.tiny_tokens, step_tokens)
+        self._blocks = await self._fill(NUM_BLOCKS, block_tokens, step_tokens)
         self._dirty = []  # blocks stay until `clear`
+
+    async def _fill(self, count: int, tokens: int, step_tokens: int) -> list[int]:
+        segments = [self._segment() for _ in range(count)]
+        each = max(1, step_tokens // tokens)
+        for at in range(0, count, each):
+            await self._run([self._chunk(tokens, segment=s) for s in segments[at : at + each]])
+        return segments
 
     async def prefill(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step of (cached, new) tokens; cached is a multiple of `block_tokens`."""
@@ -71,29 +83,57 @@ class Bench:
         for cached, new in items:
             batch.append(self._chunk(new, cached=self._read(cached), segment=self._segment()))
         elapsed_s = await self._run(batch)
-        self._tidy()
+        self.tidy()
         return elapsed_s
 
-    async def decode(self, *, num_masters: int, batch: int, num_blocks: int) -> float:
-        """Seconds of a step of `batch` requests that read `num_blocks` blocks each."""
-        extends = [
-            self._newest(i, self._members[i % num_masters], num_blocks) for i in range(batch)
-        ]
+    async def decode(self, *, num_masters: int, blocks: Sequence[int]) -> float:
+        """Seconds of a step of requests that read so many blocks each, 0 for a tiny one."""
+        extends, at = [], 0
+        for number, count in enumerate(blocks):
+            extends.append(self._newest(number, self._members[number % num_masters], at, count))
+            at += count
         elapsed_s = await self._run(extends)
-        self._tidy()
+        self.tidy()
         return elapsed_s
+
+    def kv_tokens(self, blocks: Sequence[int]) -> int:
+        """KV tokens that the requests of such a decode step read, their new ones counted."""
+        return sum(
+            count * self.block_tokens + 1 if count else self.tiny_tokens + 1 for count in blocks
+        )
+
+    async def put(self, instance: int, tokens: int) -> int:
+        """A segment of so many tokens on one instance, prefilled there. Raises WorkerError."""
+        members, self._members = self._members, [instance]
+        segment = self._segment()
+        await self._run([self._chunk(tokens, segment=segment)])
+        self._members = members
+        return segment
+
+    async def migrate(self, segment: int, tokens: int, *, source: int, target: int) -> float:
+        """Seconds to move the newest `tokens` of a segment from `source` to `target`."""
+        return await self._exclusive.run(
+            RunMigrate(
+                step_id=self._exclusive.next_step_id(),
+                epoch=self._exclusive.epoch,
+                source=source,
+                target=target,
+                moves=[(segment, tokens)],
+            )
+        )
 
     def clear(self) -> None:
         """Free all that this bench has put into the pool, after the steps sent so far."""
-        self._dirty += self._blocks  # freeing twice does no harm
-        self._blocks = []
-        self._tidy()
+        self._dirty += [*self._blocks, *self._tiny]  # freeing twice does no harm
+        self._blocks, self._tiny = [], []
+        self.tidy()
 
-    # ---- inside --------------------------------------------------------------------------------
-
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
+        """Free what the steps so far have put into the pool, but for the blocks."""
         self._exclusive.free(self._dirty)
         self._dirty = []
+
+    # ---- inside --------------------------------------------------------------------------------
 
     def _segment(self) -> int:
         self._last_segment += 1
@@ -116,18 +156,17 @@ class Bench:
             sampling=Sampling(),
         )
 
-    def _newest(self, number: int, master: int, num_blocks: int) -> Extend:
+    def _newest(self, number: int, master: int, at: int, count: int) -> Extend:
         segment = self._segment()
-        first = number * num_blocks
-        cached = [self._blocks[(first + i) % NUM_BLOCKS] for i in range(num_blocks)]
+        cached = [self._blocks[(at + i) % NUM_BLOCKS] for i in range(count)]
         return Extend(
             request_id=str(segment),
             tokens=self._some(1),
-            start=num_blocks * self.block_tokens,
+            start=count * self.block_tokens or self.tiny_tokens,
             master=master,
             segment=segment,
             keep=[],
-            cached=cached,
+            cached=cached or [self._tiny[number % _NUM_TINY]],
             holders=list(self._members),
             sampling=Sampling(),
         )

@@ -5,6 +5,7 @@ Knows: how to name them. Does not know: profiles, workers.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from pathlib import Path
 
@@ -42,7 +43,10 @@ def device_key(device_name: str, *, num_cores: int, num_workers: int) -> str:
 
 def versions() -> dict[str, str]:
     """What else a step's duration depends on."""
-    return {"loongd": __version__, "torch": importlib.metadata.version("torch")}
+    found = {"loongd": __version__, "torch": importlib.metadata.version("torch")}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["triton"] = importlib.metadata.version("triton")
+    return found
 
 
 def _processor() -> str:

@@ -1,6 +1,9 @@
 """Which steps are worth timing, and what to make of repeated times.
 
 Knows: sizes. Does not know: workers.
+
+Random batches come from seeds: those of a profile from `PROFILE_SEED`, those of a check from
+another, so that no checked batch was ever profiled.
 """
 
 from __future__ import annotations
@@ -8,15 +11,29 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
-from loongd.profiling.bench import NUM_BLOCKS
-
 Items = tuple[tuple[int, int], ...]
+NUM_BLOCKS = 128
+"""Blocks of KV that chunks and decode steps read."""
+PROFILE_SEED = 1
 _MIN_TOKENS = 16
 _MIN_ROUNDS = 3
-_BATCHES = (1, 2, 3, 5, 7, 8, 12, 15, 16, 23, 31, 32, 47, 64, 95, 128, 191, 256, 383, 512)
-"""Requests of one master; some are powers of two, for those run faster than their neighbours."""
+_SINGLES = 12
+_RANDOM_PREFILLS = 12
+_MOST_REQUESTS = 24
+_BATCHES = (
+    *(1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 23, 24, 25, 28, 31, 32, 33, 40, 47, 48, 49, 56),
+    *(63, 64, 65, 80, 95, 96, 97, 112, 127, 128, 129, 160, 191, 192, 193, 224, 255, 256, 257, 320),
+    *(383, 384, 385, 512),
+)
+"""Requests of one master; some are powers of two, for those run faster than their neighbours, and
+some on both sides of the sizes for which decode steps are captured."""
+_READING_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Of those, the ones that are measured over much KV too."""
+_LEVELS = (NUM_BLOCKS // 16, NUM_BLOCKS // 4, NUM_BLOCKS)
+"""Blocks that a decode step reads altogether, beside next to none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +42,42 @@ class Effort:
 
     Args:
         max_step_s: the longest prefill step worth timing.
+        max_decode_s: the longest decode step over little KV worth timing.
         max_rounds: most repetitions of one point.
         point_s: seconds that one point's repetitions may take altogether.
         max_batch: the largest decode batch.
+        fill_s: seconds of prefill that the KV for chunks and decode steps may take.
     """
 
     max_step_s: float
+    max_decode_s: float
     max_rounds: int
     point_s: float
     max_batch: int
+    fill_s: float
 
     def rounds(self, step_s: float) -> int:
         """Repetitions of a step that took `step_s` at first; that one counts."""
         return min(max(int(self.point_s / step_s), _MIN_ROUNDS), self.max_rounds)
 
 
-QUICK = Effort(max_step_s=1.2, max_rounds=9, point_s=0.8, max_batch=64)
-FULL = Effort(max_step_s=4.0, max_rounds=11, point_s=3.0, max_batch=256)
+QUICK = Effort(
+    max_step_s=0.6, max_decode_s=0.25, max_rounds=7, point_s=0.2, max_batch=256, fill_s=3.0
+)
+FULL = Effort(
+    max_step_s=4.0, max_decode_s=0.6, max_rounds=9, point_s=1.5, max_batch=512, fill_s=12.0
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSize:
-    """A decode batch; each of its requests reads `num_blocks` blocks."""
+    """A decode batch: how many blocks each of its requests reads; 0 stands for a tiny one."""
 
-    batch: int
-    num_blocks: int
+    blocks: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.blocks)
 
 
 def typical(times: Sequence[float]) -> float:
@@ -66,30 +94,31 @@ def spread(times: Sequence[float]) -> float:
     return median(times) / min(times) - 1
 
 
-def prefill_sizes(longest: int, block_tokens: int) -> list[Items]:
-    """Single prompts, batches, and chunks of long prompts, up to `longest` tokens a step.
-
-    Chunks read multiples of `block_tokens` that make at most `longest` tokens.
-    """
-    singles: list[Items] = []
+def prefill_sizes(
+    longest: int, block_tokens: int, most_cached: int, *, limit: int = 0
+) -> list[Items]:
+    """Single prompts, batches, chunks of long prompts, and random ones, up to `longest` tokens a
+    step, and one prompt of twice that within `limit`, for what lies beyond. Chunks read multiples
+    of `block_tokens`, at most `most_cached` tokens."""
+    singles: list[Items] = [((0, _uneven(2 * longest)),)] if 2 * longest <= limit else []
     tokens = longest
-    while tokens >= _MIN_TOKENS and len(singles) < 8:
+    while tokens >= _MIN_TOKENS and len(singles) < _SINGLES:
         singles.append(((0, _uneven(tokens)),))
         tokens //= 2
     batches: list[Items] = [
-        tuple((0, _uneven(each)) for _ in range(count))
-        for count, each in ((2, longest // 4), (4, longest // 8), (16, longest // 64))
+        tuple((0, _uneven(longest // share)) for _ in range(count))
+        for count, share in ((2, 3), (4, 32), (8, 10), (16, 64), (_MOST_REQUESTS, 256))
     ]
+    most = min(NUM_BLOCKS, most_cached // block_tokens)
     chunks: list[Items] = [
-        ((blocks * block_tokens, _uneven(new)),)
-        for blocks, new in (
-            (NUM_BLOCKS, longest // 4),
-            (NUM_BLOCKS, longest // 16),
-            (NUM_BLOCKS // 2, longest // 8),
-            (NUM_BLOCKS // 4, longest // 2),
-        )
+        ((most // part * block_tokens, _uneven(longest // share)),)
+        for part in (1, 3, 9)
+        for share in (2 * part, 16 * part, 128)
+        if most // part
     ]
-    return [*dict.fromkeys([*singles, *batches, *chunks])]
+    mixed = random_prefills(longest, block_tokens, most_cached, PROFILE_SEED, _RANDOM_PREFILLS)
+    fitting = [items for items in batches if sum(new for _, new in items) <= longest]
+    return [*dict.fromkeys([*singles, *fitting, *chunks, *mixed])]
 
 
 def _uneven(tokens: int) -> int:
@@ -97,40 +126,75 @@ def _uneven(tokens: int) -> int:
     return max(tokens - tokens // 16 - 1, _MIN_TOKENS - 1)
 
 
-def decode_sizes(max_batch: int, num_masters: int) -> list[DecodeSize]:
-    """Batches from 1 to `max_batch`, shared by the masters, over little KV and over much."""
-    batches = sorted({b * num_masters for b in _BATCHES if b * num_masters <= max_batch} | {1})
-    sizes = [DecodeSize(batch, 1) for batch in batches]
-    sizes += [DecodeSize(batch, blocks) for batch in (1, 3, 8) for blocks in (4, NUM_BLOCKS)]
-    sizes.append(DecodeSize(16, 8))
+def decode_sizes(max_batch: int, num_masters: int, most_blocks: int) -> list[DecodeSize]:
+    """Batches up to `max_batch`, shared by the masters, over next to no KV and over three amounts;
+    a request reads at most `most_blocks`."""
+    batches = [b * num_masters for b in _BATCHES if b * num_masters <= max_batch]
+    sizes = [DecodeSize((0,) * batch) for batch in batches]
+    for batch in (b * num_masters for b in _READING_BATCHES if b * num_masters <= max_batch):
+        sizes += [
+            DecodeSize(deal(total, batch)) for total in _LEVELS if total <= batch * most_blocks
+        ]
     return sizes
 
 
-def unseen_prefills(longest: int, block_tokens: int, seed: int, count: int) -> list[Items]:
-    """Random batches of mixed lengths, some of them chunks, inside the range of the profile."""
+def levels(block_tokens: int, dop: int) -> list[int]:
+    """KV tokens of a member, near which the sizes of `decode_sizes` lie."""
+    return [0, *(total * block_tokens // dop for total in _LEVELS)]
+
+
+def deal(total: int, batch: int) -> tuple[int, ...]:
+    """`total` blocks among the requests of a batch, as evenly as they go."""
+    each, more = divmod(total, batch)
+    return tuple(each + (i < more) for i in range(batch))
+
+
+def random_prefills(
+    longest: int, block_tokens: int, most_cached: int, seed: int, count: int
+) -> list[Items]:
+    """Random batches of mixed lengths, a third of them chunks, inside the range of a profile."""
     rng = random.Random(seed)
+    most_blocks = min(NUM_BLOCKS, most_cached // block_tokens)
+    least = max(_MIN_TOKENS, min(4 * _MIN_TOKENS, longest // 4))
     found: list[Items] = []
     while len(found) < count:
-        left = rng.randint(max(longest // 8, _MIN_TOKENS), max(longest, _MIN_TOKENS))
+        total = _log_uniform(rng, least, longest)
         if len(found) % 3 == 2:
-            blocks = rng.randint(1, NUM_BLOCKS)
-            found.append(((blocks * block_tokens, max(left // 4, _MIN_TOKENS)),))
+            blocks = rng.randint(0, most_blocks)
+            found.append(((blocks * block_tokens, max(total // 2, _MIN_TOKENS)),))
             continue
-        items: list[tuple[int, int]] = []
-        while left >= _MIN_TOKENS and len(items) < 8:
-            tokens = rng.randint(_MIN_TOKENS, left)
-            items.append((0, tokens))
-            left -= tokens
-        found.append(tuple(items))
+        most = max(1, min(total // _MIN_TOKENS, _MOST_REQUESTS))
+        requests = _log_uniform(rng, 1, most)
+        weights = [rng.uniform(0.05, 1.0) for _ in range(requests)]
+        share = (total - requests * (_MIN_TOKENS - 1)) / sum(weights)
+        found.append(tuple((0, _MIN_TOKENS - 1 + max(1, int(share * w))) for w in weights))
     return found
 
 
-def unseen_decodes(max_batch: int, seed: int, count: int) -> list[DecodeSize]:
-    """Random decode batches inside the range of the profile."""
+def random_decodes(
+    max_batch: int, num_masters: int, most_blocks: int, seed: int, count: int
+) -> list[DecodeSize]:
+    """Random decode batches inside the range of a profile, their KV dealt at random."""
     rng = random.Random(seed)
     found = []
     for _ in range(count):
-        batch = round(max_batch ** rng.random())
-        most = max(1, min(NUM_BLOCKS, 8 * NUM_BLOCKS // batch))
-        found.append(DecodeSize(batch, rng.randint(1, most)))
+        batch = _log_uniform(rng, num_masters, max(max_batch, num_masters))
+        total = rng.randint(0, min(NUM_BLOCKS, batch * most_blocks))
+        cuts = sorted(rng.randint(0, total) for _ in range(batch - 1))
+        ends = [*cuts, total]
+        dealt = [end - start for start, end in zip([0, *cuts], ends, strict=True)]
+        found.append(DecodeSize(_limited(dealt, most_blocks)))
     return found
+
+
+def _limited(dealt: Sequence[int], most_blocks: int) -> tuple[int, ...]:
+    """No request above `most_blocks`; what is cut off goes to the next that have room."""
+    left = accumulate(dealt, lambda spare, n: max(0, spare + n - most_blocks), initial=0)
+    return tuple(min(most_blocks, spare + n) for spare, n in zip(left, dealt, strict=False))
+
+
+def _log_uniform(rng: random.Random, least: int, most: int) -> int:
+    """Small sizes as often as large ones."""
+    if most <= least:
+        return max(most, 1)
+    return min(most, max(least, int(least * (most / least) ** rng.random() + 0.5)))

@@ -1,23 +1,24 @@
 """The SIB: how long a step will take (LoongServe, section 5; the paper's scaling information base).
 
-Knows: a profile's formulas (`sched.sib_profile`), how to fill in degrees of parallelism that were
-not profiled, how far a prediction lies outside what was measured, and a bounded correction from
-the steps that really ran.
+Knows: a profile's formulas (`sched.sib_profile`) and what measurements add to them, how to fill in
+degrees of parallelism that were not profiled, how far a prediction lies outside what was measured,
+and a bounded correction from the steps that really ran.
 Does not know: clocks, workers, files, who asks.
 
 Degrees that were not profiled: per-step costs are linear in dop between the profiled neighbours;
 costs per token are shared by the group, so cost x dop is. Beyond the profiled ends the nearest
-one's cost x dop holds and its per-step costs stay. Decode coefficients are already per member and
-per master: linear between neighbours, first in masters, then in dop, constant beyond the ends.
+one's cost x dop holds and its per-step costs stay. Decode times are already of one member and one
+master: linear between neighbours, first in masters, then in dop, constant beyond the ends.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import ceil
 from typing import Literal
 
-from loongd.sched.sib_correct import Correction
+from loongd.sched.sib_correct import Corrections
 from loongd.sched.sib_default import HARDWARE, Hardware, ModelFacts, default_profile
 from loongd.sched.sib_profile import (
     Coefficients,
@@ -42,6 +43,7 @@ __all__ = [
     "parse_profile",
 ]
 
+Phase = Literal["prefill", "decode"]
 _LIMIT_MEASURED = 2.0
 _LIMIT_MODELLED = 16.0
 """How far correction may go: a measured profile is about right, a roofline may be far off."""
@@ -57,10 +59,14 @@ class Sib:
         """Predict from another profile; corrections start anew."""
         self._profile = profile
         self._prefill_fits = sorted(profile.prefill, key=lambda fit: fit.dop)
-        self._raw_prefill: dict[int, Coefficients] = {}
+        self._raw_prefill: dict[int, PrefillFit | Coefficients] = {}
         self._prefill: dict[int, Coefficients] = {}
-        self._decode: dict[tuple[int, int], DecodeCoefficients] = {}
-        self._corrections: dict[tuple[Literal["prefill", "decode"], int], Correction] = {}
+        self._decode: dict[tuple[int, int], list[tuple[float, DecodeFit]]] = {}
+        limit = _LIMIT_MEASURED if profile.measured else _LIMIT_MODELLED
+        self._corrections: dict[Phase, Corrections] = {
+            "decode": Corrections(limit),
+            "prefill": Corrections(limit),
+        }
 
     @property
     def profile(self) -> Profile:
@@ -81,14 +87,19 @@ class Sib:
 
     def prefill_s(self, dop: int, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a prefill step on `dop` instances; `items` are (cached, new) tokens."""
-        return self.prefill_coefficients(dop).time_s(items)
+        return self._raw(dop).time_s(items) * self._factor("prefill", dop)
 
     def prefill_coefficients(self, dop: int) -> Coefficients:
-        """The coefficients that `prefill_s` uses now, with the online correction in them."""
+        """The paper's formula of `prefill_s` now, with the online correction in it.
+
+        For sums over many candidate batches and for inverting; `prefill_s` is nearer to the truth
+        where a profile has more than the formula.
+        """
         found = self._prefill.get(dop)
         if found is None:
-            found = self._raw(dop).scaled(self._factor("prefill", dop))
-            self._prefill[dop] = found
+            raw = self._raw(dop)
+            formula = raw.coefficients if isinstance(raw, PrefillFit) else raw
+            found = self._prefill[dop] = formula.scaled(self._factor("prefill", dop))
         return found
 
     def decode_s(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
@@ -120,39 +131,33 @@ class Sib:
 
     def observe_prefill(self, dop: int, items: Sequence[tuple[int, int]], elapsed_s: float) -> None:
         """Learn from a prefill step that ran; the same units as `prefill_s`."""
-        self._observe("prefill", dop, self._raw(dop).time_s(items), elapsed_s)
-        self._prefill.pop(dop, None)
+        self._corrections["prefill"].observe(dop, self._raw(dop).time_s(items), elapsed_s)
+        self._prefill.clear()
 
     def observe_decode(
         self, *, dop: int, num_masters: int, batch: int, kv_tokens: int, elapsed_s: float
     ) -> None:
         """Learn from a decode step that ran; the same units as `decode_s`."""
         raw = self._raw_decode_s(dop, num_masters, batch, kv_tokens)
-        self._observe("decode", dop, raw, elapsed_s)
+        self._corrections["decode"].observe(dop, raw, elapsed_s)
 
     def corrections(self) -> dict[str, float]:
         """The factors in force, by `phase@dop`; for status pages."""
-        return {f"{p}@{dop}": c.factor for (p, dop), c in sorted(self._corrections.items())}
+        known = {phase: one.known() for phase, one in self._corrections.items()}
+        return {f"{phase}@{dop}": f for phase, of_dop in known.items() for dop, f in of_dop.items()}
 
-    def _observe(
-        self, phase: Literal["prefill", "decode"], dop: int, predicted_s: float, elapsed_s: float
-    ) -> None:
-        correction = self._corrections.get((phase, dop))
-        if correction is None:
-            limit = _LIMIT_MEASURED if self._profile.measured else _LIMIT_MODELLED
-            correction = self._corrections[phase, dop] = Correction(limit)
-        correction.observe(predicted_s, elapsed_s)
-
-    def _factor(self, phase: Literal["prefill", "decode"], dop: int) -> float:
-        correction = self._corrections.get((phase, dop))
-        return 1.0 if correction is None else correction.factor
+    def _factor(self, phase: Phase, dop: int) -> float:
+        return self._corrections[phase].factor(dop)
 
     # ---- between profiled degrees --------------------------------------------------------------
 
-    def _raw(self, dop: int) -> Coefficients:
+    def _raw(self, dop: int) -> PrefillFit | Coefficients:
+        """The fit of `dop`, or coefficients between those of its neighbours."""
         found = self._raw_prefill.get(dop)
         if found is None:
-            found = self._raw_prefill[dop] = _between_prefill(self._prefill_fits, dop)
+            measured = next((fit for fit in self._prefill_fits if fit.dop == dop), None)
+            found = measured or _between_prefill(self._prefill_fits, dop)
+            self._raw_prefill[dop] = found
         return found
 
     def _raw_decode_s(self, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
@@ -160,7 +165,10 @@ class Sib:
         found = self._decode.get(key)
         if found is None:
             found = self._decode[key] = _between_decode(self._profile.decode, dop, num_masters)
-        return found.time_s(dop=dop, num_masters=num_masters, batch=batch, kv_tokens=kv_tokens)
+        if batch < num_masters:  # the other masters have nothing to do
+            return self._raw_decode_s(dop, max(batch, 1), max(batch, 1), kv_tokens)
+        busiest, kv = ceil(batch / num_masters), kv_tokens / dop
+        return sum(share * fit.time_s(busiest=busiest, kv_tokens=kv) for share, fit in found)
 
 
 def _nearest(fits: Sequence[PrefillFit], dop: int) -> PrefillFit:
@@ -187,19 +195,20 @@ def _between_prefill(fits: Sequence[PrefillFit], dop: int) -> Coefficients:
     )
 
 
-def _between_decode(fits: Sequence[DecodeFit], dop: int, num_masters: int) -> DecodeCoefficients:
+def _between_decode(
+    fits: Sequence[DecodeFit], dop: int, num_masters: int
+) -> list[tuple[float, DecodeFit]]:
+    """The fits around (dop, masters), each with its share of the time; shares sum to 1."""
     if not 1 <= num_masters <= dop:
         raise ValueError(f"{num_masters} masters in a group of {dop}")
     dops = sorted({fit.dop for fit in fits})
     low, high, share = _neighbours(dops, dop)
-    at = [_at_masters(fits, dops[i], num_masters) for i in (low, high)]
-    return _mix_decode(at[0], at[1], share)
-
-
-def _at_masters(fits: Sequence[DecodeFit], dop: int, num_masters: int) -> DecodeCoefficients:
-    row = sorted((fit for fit in fits if fit.dop == dop), key=lambda fit: fit.num_masters)
-    low, high, share = _neighbours([fit.num_masters for fit in row], num_masters)
-    return _mix_decode(row[low].coefficients, row[high].coefficients, share)
+    found: list[tuple[float, DecodeFit]] = []
+    for at, part in ((low, 1.0 - share), (high, share)):
+        row = sorted((f for f in fits if f.dop == dops[at]), key=lambda fit: fit.num_masters)
+        left, right, towards = _neighbours([fit.num_masters for fit in row], num_masters)
+        found += [(part * (1.0 - towards), row[left]), (part * towards, row[right])]
+    return [(part, fit) for part, fit in found if part > 0.0]
 
 
 def _neighbours(known: Sequence[int], wanted: int) -> tuple[int, int, float]:
@@ -214,20 +223,3 @@ def _neighbours(known: Sequence[int], wanted: int) -> tuple[int, int, float]:
 
 def _mix(left: float, right: float, share: float) -> float:
     return left + (right - left) * share
-
-
-def _mix_decode(
-    left: DecodeCoefficients, right: DecodeCoefficients, share: float
-) -> DecodeCoefficients:
-    if left is right or share == 0.0:
-        return left
-    batches = sorted({b for one in (left, right) for b, _ in one.steps})
-    return DecodeCoefficients(
-        alpha_s=_mix(left.alpha_s, right.alpha_s, share),
-        request_s=_mix(left.request_s, right.request_s, share),
-        kv_token_s=_mix(left.kv_token_s, right.kv_token_s, share),
-        over_s=_mix(left.over_s, right.over_s, share),
-        knee=_mix(left.knee, right.knee, share),
-        steps=tuple((b, _mix(left.extra_s(b), right.extra_s(b), share)) for b in batches),
-        floor_s=_mix(left.floor_s, right.floor_s, share),
-    )

@@ -12,23 +12,23 @@ and k = kv_tokens / dop tokens read by each member:
     T = max(floor, alpha + extra(b) + kv_token * k)
 `many` is what the output head costs more for several rows than for one, a product of matrices
 instead of a matrix and a vector. `extra` is a line with a knee, beyond which the linear layers are
-bound by arithmetic and not by reading the weights: request * b + over * max(0, b - knee); or, where
-enough batches were measured, linear between `steps`, for products of few rows take times that no
-line follows (on a CPU 15 rows more than 16). `alpha` holds the weights' reading, launches and the
-latency of the exchanges.
+bound by arithmetic and not by reading the weights: request * b + over * max(0, b - knee). `alpha`
+holds the weights' reading, launches and the latency of the exchanges.
 All coefficients are seconds and not negative, so no prediction falls when work is added.
+These formulas are the paper's, and serve for any size. What measurements add to them is in
+`sched.sib_detail`, and comes first where a profile has it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import re
 from collections.abc import Sequence
 from math import ceil
-from operator import itemgetter
 
 import msgspec
 
 from loongd.errors import ConfigError
+from loongd.sched.sib_detail import DecodeGrid, PrefillDetail
 
 FORMAT = 1
 
@@ -71,11 +71,7 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeCoefficients(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode time of one (dop, masters); the module says what each coefficient means.
-
-    `steps` are (requests of the busiest master, extra seconds), both ascending; beyond the last
-    each request costs `request_s` more.
-    """
+    """Decode time of one (dop, masters); the module says what each coefficient means."""
 
     alpha_s: float
     request_s: float
@@ -83,28 +79,19 @@ class DecodeCoefficients(msgspec.Struct, frozen=True, kw_only=True):
     over_s: float = 0.0
     knee: float = 0.0
     floor_s: float = 0.0
-    steps: tuple[tuple[int, float], ...] = ()
 
     def time_s(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
         """Seconds of one step of `batch` requests that read `kv_tokens` altogether."""
-        busiest = ceil(batch / num_masters)
-        work_s = self.extra_s(busiest) + self.kv_token_s * kv_tokens / dop
+        return self.step_s(ceil(batch / num_masters), kv_tokens / dop)
+
+    def step_s(self, busiest: int, kv_tokens: float) -> float:
+        """The same, for the requests of the busiest master and the KV tokens of a member."""
+        work_s = self.extra_s(busiest) + self.kv_token_s * kv_tokens
         return max(self.floor_s, self.alpha_s + work_s)
 
     def extra_s(self, requests: int) -> float:
         """Seconds that so many requests of one master add to `alpha_s`."""
-        steps = self.steps
-        if not steps:
-            over = self.over_s * max(0.0, requests - self.knee)
-            return self.request_s * requests + over
-        at = bisect_left(steps, requests, key=itemgetter(0))
-        if at == len(steps):
-            return steps[-1][1] + self.request_s * (requests - steps[-1][0])
-        high, high_s = steps[at]
-        if at == 0 or high == requests:
-            return high_s
-        low, low_s = steps[at - 1]
-        return low_s + (high_s - low_s) * (requests - low) / (high - low)
+        return self.request_s * requests + self.over_s * max(0.0, requests - self.knee)
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +103,10 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill coefficients of a dop; measured up to so many new tokens, squares and requests."""
+    """Prefill coefficients of a dop; measured up to so many new tokens, squares and requests.
+
+    `error` is of the best of what is here: of `detail`, or else of `coefficients`.
+    """
 
     dop: int
     coefficients: Coefficients
@@ -124,10 +114,19 @@ class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
     max_square: int
     max_items: int
     error: FitError | None = None
+    detail: PrefillDetail | None = None
+
+    def time_s(self, items: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
+        best = self.coefficients if self.detail is None else self.detail
+        return best.time_s(items)
 
 
 class DecodeFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode coefficients of (dop, masters); measured up to so large a batch and so much KV."""
+    """Decode coefficients of (dop, masters); measured up to so large a batch and so much KV.
+
+    `error` is of the best of what is here: of `grid`, or else of `coefficients`.
+    """
 
     dop: int
     num_masters: int
@@ -135,13 +134,40 @@ class DecodeFit(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int
     max_kv_tokens: int
     error: FitError | None = None
+    grid: DecodeGrid | None = None
+
+    def time_s(self, *, busiest: int, kv_tokens: float) -> float:
+        """Seconds of a step whose busiest master has so many requests and whose members read so
+        many tokens each. Outside the grid, what the coefficients say of the rest is added."""
+        formula, grid = self.coefficients, self.grid
+        if grid is None:
+            return formula.step_s(busiest, kv_tokens)
+        at, kv = grid.clamp(busiest, kv_tokens)
+        inside_s = grid.time_s(at, kv)
+        if (at, kv) == (busiest, kv_tokens):
+            return inside_s
+        rest_s = formula.step_s(busiest, kv_tokens) - formula.step_s(at, kv)
+        return inside_s + max(rest_s, 0.0)
+
+
+class LinkFit(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pair of instances reaches, both ways: seconds at least, and bytes per second."""
+
+    instances: tuple[int, int]
+    alpha_s: float
+    bytes_per_s: float
 
 
 class MigrateFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Moving KV from one instance to another: seconds at least, and per token."""
+    """Moving KV from one instance to another: seconds at least, and per token, over all pairs.
+
+    `links` are the measured pairs; empty where nothing was measured.
+    """
 
     alpha_s: float
     token_s: float
+    error: FitError | None = None
+    links: list[LinkFit] = []
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,9 +211,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return max(fit.dop for fit in self.prefill)
 
 
+_NUMBERS = re.compile(r"\[[-+0-9.eE,\s]+\]")
+"""A list of nothing but numbers."""
+
+
 def dump_profile(profile: Profile) -> str:
-    """A profile as indented JSON, which `parse_profile` reads back to the same value."""
-    return msgspec.json.format(msgspec.json.encode(profile), indent=2).decode() + "\n"
+    """A profile as indented JSON, which `parse_profile` reads back to the same value; lists of
+    numbers have a line each."""
+    text = msgspec.json.format(msgspec.json.encode(profile), indent=2).decode()
+    return _NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def parse_profile(data: str | bytes, *, where: str) -> Profile:
@@ -203,9 +235,10 @@ def parse_profile(data: str | bytes, *, where: str) -> Profile:
     fits: tuple[PrefillFit | DecodeFit, ...] = (*profile.prefill, *profile.decode)
     for fit in fits:
         numbers = msgspec.structs.asdict(fit.coefficients)
-        steps = numbers.pop("steps", ())
-        numbers |= {f"steps at {requests}": extra_s for requests, extra_s in steps}
         bad = [name for name, value in numbers.items() if not 0 <= value < float("inf")]
         if bad or fit.dop < 1:
             raise ConfigError(f"{where}: {bad or 'dop'} of dop {fit.dop} must not be negative")
+        measured = fit.detail if isinstance(fit, PrefillFit) else fit.grid
+        if measured is not None and (fault := measured.fault()):
+            raise ConfigError(f"{where}: dop {fit.dop}: {fault}")
     return profile

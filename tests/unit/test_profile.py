@@ -1,21 +1,28 @@
 """Profiling against workers with a formula of their own; files; sizes."""
 
 import asyncio
+import dataclasses
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from profile_kit import FACTS, FakeWorkers, make_profiler
+from profile_kit import FACTS, SHORT, FakeWorkers, make_profiler
 
 from loongd.errors import ConfigError, WorkerError
 from loongd.profiling import grid, store
 from loongd.profiling.bench import Bench, even
 from loongd.profiling.facts import device_key
+from loongd.profiling.jobs import Job, repeat
 from loongd.profiling.profiler import ProfileRequest
 from loongd.sched.sib import Sib, default_profile
 from loongd.wire import StepDone
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "QUICK", SHORT)
 
 
 async def run(workers: FakeWorkers, **asked: Any) -> tuple[list[dict[str, Any]], Sib]:
@@ -66,6 +73,37 @@ async def test_a_check_is_content_with_what_it_measured_and_not_with_other_worke
         assert {point["phase"] for point in found["points"]} == {"prefill", "decode"}
         assert (found["worst"] < 0.05) == good
         assert (found["mean"] > 0.1) == (not good)
+
+
+async def test_workers_that_are_too_slow_for_any_batch_are_profiled_all_the_same() -> None:
+    _, sib = await run(FakeWorkers(2, slow=300.0), save=False)
+    alone, one, two = sib.profile.decode
+    assert (alone.max_batch, one.max_batch, two.max_batch) == (4, 4, 8)
+    expected = 300 * (0.002 + 2e-4 * 2 + 5e-7 * 500 / 2)
+    found = sib.decode_s(dop=2, num_masters=2, batch=4, kv_tokens=500)
+    assert found == pytest.approx(expected, rel=0.05)
+
+
+async def test_a_profile_measures_every_pair_of_instances() -> None:
+    words, sib = await run(FakeWorkers(4), save=False)
+    migrate = sib.profile.migrate
+    assert [link.instances for link in migrate.links] == [
+        *((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+    ]
+    for link in migrate.links:
+        slower = 2 if 3 in link.instances else 1
+        assert link.alpha_s == pytest.approx(0.003 * slower, rel=0.01)
+        bytes_per_s = FACTS.kv_bytes_per_token / (2e-6 * slower)
+        assert link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
+    assert 0.003 + 2e-6 * 1000 < sib.migrate_s(1000) < 2 * (0.003 + 2e-6 * 1000)
+    phases = {point["phase"] for point in words[-1]["points"]}
+    assert phases == {"prefill", "decode", "migrate"}
+
+
+async def test_one_instance_has_no_link_to_measure() -> None:
+    _, sib = await run(FakeWorkers(1), save=False)
+    assert sib.profile.migrate.links == []
+    assert "derived from constants" in sib.profile.source
 
 
 async def test_a_profile_is_saved_and_found_again(
@@ -136,31 +174,75 @@ def test_typical_ignores_slow_repetitions() -> None:
 
 
 def test_rounds_grow_with_short_steps_and_never_fall_below_three() -> None:
-    effort = grid.Effort(max_step_s=1.0, max_rounds=7, point_s=0.5, max_batch=64)
+    effort = dataclasses.replace(grid.QUICK, max_rounds=7, point_s=0.5)
     assert [effort.rounds(s) for s in (0.001, 0.1, 0.2, 10.0)] == [7, 5, 3, 3]
 
 
-def test_sizes_stay_inside_what_is_asked() -> None:
-    for longest in (16, 100, 8192):
-        block = max(longest * 3 // 4 // 16, 1)
-        seen = grid.prefill_sizes(longest, block)
-        assert len(seen) == len(set(seen))
-        assert 0.8 * longest <= max(new for items in seen for _, new in items) <= longest
-        for items in grid.unseen_prefills(longest, block, seed=1, count=30):
-            assert all(cached % block == 0 for cached, _ in items)
-            assert sum(new for _, new in items) <= max(longest, 16)
-    for masters in (1, 2, 4):
-        batches = {size.batch for size in grid.decode_sizes(64, masters)}
-        assert {1, masters, 2 * masters, 64} <= batches
-        assert max(batches) == 64
-    assert all(1 <= size.batch <= 64 for size in grid.unseen_decodes(64, 1, 100))
+@pytest.mark.parametrize("longest", [16, 100, 8192])
+def test_prefill_sizes_stay_inside_what_is_asked(longest: int) -> None:
+    most_cached = 3 * longest
+    block = max(longest * 3 // 4 // grid.NUM_BLOCKS, 1)
+    seen = grid.prefill_sizes(longest, block, most_cached)
+    assert len(seen) == len(set(seen))
+    assert 0.8 * longest <= max(sum(new for _, new in items) for items in seen) <= max(longest, 64)
+    unseen = grid.random_prefills(longest, block, most_cached, seed=2, count=60)
+    for items in [*seen, *unseen]:
+        assert all(cached % block == 0 and cached <= most_cached for cached, _ in items)
+        assert all(cached <= grid.NUM_BLOCKS * block for cached, _ in items)
+        assert all(new > 0 for _, new in items)
+        assert sum(new for _, new in items) <= max(longest, 64)
+    assert grid.prefill_sizes(longest, block, 0)
+    more = grid.prefill_sizes(longest, block, most_cached, limit=2 * longest)
+    (beyond,) = set(more) - set(seen)
+    assert longest < beyond[0][1] <= 2 * longest
+
+
+@pytest.mark.parametrize("masters", [1, 2, 4])
+def test_decode_sizes_stay_inside_what_is_asked(masters: int) -> None:
+    seen = grid.decode_sizes(64, masters, most_blocks=40)
+    batches = {size.batch for size in seen}
+    assert {masters, 2 * masters, 64} == batches & {masters, 2 * masters, 64}
+    assert all(batch % masters == 0 for batch in batches)
+    assert max(batches) == 64
+    assert {sum(size.blocks) for size in seen} == {0, 8, 32, 128}
+    for size in [*seen, *grid.random_decodes(64, masters, 40, seed=3, count=100)]:
+        assert masters <= size.batch <= 64
+        assert all(0 <= blocks <= 40 for blocks in size.blocks)
+        assert sum(size.blocks) <= grid.NUM_BLOCKS
 
 
 def test_unseen_batches_are_the_same_each_time_and_not_those_of_the_profile() -> None:
-    seen = set(grid.prefill_sizes(1024, 48))
-    unseen = grid.unseen_prefills(1024, 48, seed=5, count=9)
-    assert unseen == grid.unseen_prefills(1024, 48, seed=5, count=9)
+    seen = set(grid.prefill_sizes(1024, 4, 2048))
+    unseen = grid.random_prefills(1024, 4, 2048, seed=5, count=9)
+    assert unseen == grid.random_prefills(1024, 4, 2048, seed=5, count=9)
     assert not seen & set(unseen)
+    assert {len(items) for items in grid.random_prefills(1024, 4, 2048, 5, 40)} > {1, 2, 3}
+    decodes = grid.random_decodes(64, 1, 128, seed=5, count=9)
+    assert decodes == grid.random_decodes(64, 1, 128, seed=5, count=9)
+    assert any(len(set(size.blocks)) > 2 for size in decodes)
+
+
+async def test_repetitions_come_in_rounds_of_changing_order() -> None:
+    ran: list[int] = []
+
+    def job(number: int) -> Job:
+        async def run() -> float:
+            ran.append(number)
+            return 0.01 * (number + 1)
+
+        return Job(run)
+
+    jobs = [job(number) for number in range(6)]
+    effort = dataclasses.replace(grid.QUICK, point_s=0.2, max_rounds=7)
+    done = [share async for share in repeat(jobs, effort)]
+    rounds = [len(one.times) for one in jobs]
+    assert rounds == [7, 7, 6, 5, 4, 3]
+    assert done == sorted(done)
+    assert done[-1] == pytest.approx(1.0)
+    assert ran[:12] == [*range(6), *range(6)]
+    third = ran[12:18]
+    assert sorted(third) == [0, 1, 2, 3, 4, 5]
+    assert third != sorted(third)
 
 
 def test_a_cpu_is_named_by_processor_and_share() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from profile_kit import FakeWorkers, make_profiler
+from profile_kit import SHORT, FakeWorkers, make_profiler
 from rest_kit import FakeEngine, error_of, make_context, say, serve
 
 from loongd import ctl, ctl_speed
 from loongd.errors import RequestError
+from loongd.profiling import grid
 from loongd.rest.app import make_admin_app
 from loongd.sched.sib import parse_profile
 from loongd.submission import Submission, TokenStream
@@ -28,7 +29,13 @@ PLAN: dict[str, Any] = {
     "prefill_s": 1.25,
     "ttft_s": 1.75,
     "reason": "two are faster than one",
+    "rough": False,
 }
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "QUICK", SHORT)
 
 
 class PlanningEngine(FakeEngine):
@@ -71,12 +78,15 @@ async def test_profile_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[
         shown = capsys.readouterr()
         assert f"saved as {out}" in shown.out
         assert "dop 2    2 " in shown.out
+        assert "all      3 ms       2 ms           0.128 GB/s" in shown.out
         assert "100% done" in shown.err
         assert parse_profile(out.read_bytes(), where="out") == sib.profile
         assert max(map(len, shown.out.splitlines()[:-1])) <= ctl_speed.WIDTH
 
         assert await loongctl(path, "profile", "--quick", "--check") == 0
-        assert "unseen batches: mean error 0." in capsys.readouterr().out
+        shown = capsys.readouterr()
+        assert "unseen batches: mean error 0." in shown.out
+        assert "not checked: migration 3 ms and 2 ms per 1K tokens (0.128 GB/s)" in shown.out
         workers.slow = 1.5
         assert await loongctl(path, "profile", "--quick", "--check") == 1
         assert "not good: more than 10%" in capsys.readouterr().out
@@ -128,6 +138,9 @@ async def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "ttft      1.75 s predicted",
             "why       two are faster than one",
         ]
+        engine.plan_answer = PLAN | {"rough": True}
+        assert await loongctl(path, "plan", "5000") == 0
+        assert "1.75 s roughly predicted (loongctl profile measures)" in capsys.readouterr().out
         engine.plan_answer = PLAN | {"dop": 0, "reason": "the pool has only 10 slots"}
         assert await loongctl(path, "plan", "5000") == 1
         assert capsys.readouterr().out == "not served: the pool has only 10 slots\n"

@@ -2,8 +2,10 @@
 
 import math
 import random
+from itertools import combinations
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from loongd.sched.sib_fit import (
     fit_prefill,
     nnls,
 )
+from loongd.sched.sib_fit_detail import refine_decode
 from loongd.sched.sib_profile import Coefficients, DecodeCoefficients
 
 PROFILES = Path(__file__).parents[2] / "etc" / "profiles"
@@ -35,9 +38,25 @@ def test_nnls_satisfies_the_optimality_conditions(seed: int, rows: int, unknowns
     assert np.abs(gradient[x > 0]).max(initial=0.0) < 1e-6
 
 
-def test_nnls_refuses_what_it_could_not_try_out() -> None:
-    with pytest.raises(ValueError, match="7 unknowns"):
-        nnls(np.ones((9, 7)), np.ones(9))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_nnls_is_as_good_as_the_best_of_all_sets_of_free_unknowns(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = rng.exponential(size=(15, 6)) ** 3, rng.exponential(size=15)
+    least = float(b @ b)
+    for size in range(1, 7):
+        for free in combinations(range(6), size):
+            x = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            if (x >= 0).all():
+                least = min(least, float(np.square(a[:, free] @ x - b).sum()))
+    rest = a @ nnls(a, b) - b
+    assert float(rest @ rest) == pytest.approx(least, rel=1e-9)
+
+
+def test_nnls_of_equal_and_empty_columns_is_finite() -> None:
+    a = np.array([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0], [3.0, 3.0, 0.0]])
+    x = nnls(a, np.array([2.0, 4.0, 6.0]))
+    assert a @ x == pytest.approx([2.0, 4.0, 6.0])
+    assert x[2] == 0.0
 
 
 def prefill_points(rng: random.Random, truth: Coefficients, noise: float) -> list[PrefillPoint]:
@@ -102,34 +121,6 @@ def decode_points(truth: DecodeCoefficients, dop: int, masters: int) -> list[Dec
     return points
 
 
-def test_steps_are_found_and_never_fall() -> None:
-    rows = ((1, 0.0), (2, 0.04), (4, 0.05), (8, 0.05), (16, 0.06), (64, 0.2), (512, 1.6))
-    truth = DecodeCoefficients(alpha_s=0.05, request_s=3e-3, kv_token_s=1e-6, steps=rows)
-    fit = fit_decode(2, 1, decode_points(truth, 2, 1))
-    found = fit.coefficients
-    assert fit.error is not None
-    assert fit.error.worst < 1e-3
-    assert found.kv_token_s == pytest.approx(1e-6, rel=0.01)
-    extras = [extra_s for _, extra_s in found.steps]
-    assert extras == sorted(extras)
-    assert found.request_s == pytest.approx(1.4 / 448, rel=0.05)
-    for batch in (3, 600):
-        step = {"dop": 2, "num_masters": 1, "batch": batch, "kv_tokens": 100}
-        assert found.time_s(**step) == pytest.approx(truth.time_s(**step), rel=0.05)
-
-
-def test_a_batch_that_is_faster_than_a_smaller_one_is_pooled_with_it() -> None:
-    truth = DecodeCoefficients(
-        alpha_s=0.05, request_s=0, kv_token_s=0.0, steps=((1, 0.0), (2, 0.08), (64, 0.09))
-    )
-    points = [
-        DecodePoint(p.batch, p.kv_tokens, p.elapsed_s * (0.9 if p.batch == 8 else 1.0))
-        for p in decode_points(truth, 1, 1)
-    ]
-    times = [fit_decode(1, 1, points).coefficients.extra_s(b) for b in range(1, 70)]
-    assert times == sorted(times)
-
-
 @pytest.mark.parametrize(("dop", "masters"), [(1, 1), (2, 1), (4, 4)])
 def test_planted_decode_coefficients_are_found(dop: int, masters: int) -> None:
     truth = DecodeCoefficients(alpha_s=0.004, request_s=2e-5, kv_token_s=1.2e-7)
@@ -139,14 +130,16 @@ def test_planted_decode_coefficients_are_found(dop: int, masters: int) -> None:
     assert (fit.max_batch, fit.max_kv_tokens) == (512, 300_000)
 
 
-def test_the_knee_of_a_roofline_is_found() -> None:
+def test_the_compute_bound_batch_is_that_of_the_largest_batches() -> None:
     truth = DecodeCoefficients(
-        alpha_s=0.004, request_s=2e-6, kv_token_s=1.2e-7, over_s=2e-5, knee=128
+        alpha_s=0.004, request_s=2e-6, kv_token_s=1.2e-7, over_s=2e-5, knee=64
     )
-    fit = fit_decode(1, 1, decode_points(truth, 1, 1))
-    assert fit.error is not None
-    assert fit.error.worst < 1e-3
-    assert compute_bound_batch(fit.coefficients) == pytest.approx(0.004 / 2.2e-5, rel=0.1)
+    points = decode_points(truth, 1, 1)
+    fit = refine_decode(fit_decode(1, 1, points), points, [100, 10_000, 300_000])
+    assert fit.grid is not None
+    assert compute_bound_batch(fit) == pytest.approx(0.004 / 2.2e-5, rel=0.02)
+    line = msgspec.structs.replace(fit, grid=None, coefficients=truth)
+    assert compute_bound_batch(line) == pytest.approx(0.004 / 2.2e-5, rel=0.01)
 
 
 def test_single_prompts_alone_leave_requests_free() -> None:

@@ -1,0 +1,175 @@
+"""What measurements add to the formulas of `sched.sib_profile`: times that no line follows.
+
+Knows: how a finer prefill formula and a grid of measured decode times are evaluated, and what must
+hold so that no prediction falls when work is added. Does not know: how they are fitted
+(`sched.sib_fit_detail`), or the coefficients that serve outside the measured range.
+
+Prefill, for one degree of parallelism. A step is launched by the host and computed by the device,
+at the same time; the slower one counts:
+    host = step + item * requests + chunk * chunks
+    device = step + item * requests + many * [requests > 1] + chunk * chunks
+             + chunk_token * sum(new of chunks) + cached * sum(cached) + rows(sum(new))
+             + square * sum(new^2) + cross * sum(2 * cached * new)
+    T = max(host, device)
+A chunk is a request with cached tokens: its queries travel, so it costs more than a fresh prompt
+of its length; and few queries take as long as reading what they attend to, hence `cached`. `rows`
+is what the linear layers take for so many rows: linear between measured points, for products of
+matrices have a best size.
+
+Decode, for one (dop, masters): times over (requests of the busiest master, KV tokens of a member).
+A CUDA graph serves a range of batches, products of few rows have steps, and attention over little
+KV is all latency, so times are looked up, bilinear between their neighbours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+Table = tuple[tuple[int, float], ...]
+
+
+def look_up(table: Table, at: float, beyond: float = 0.0) -> float:
+    """Linear between the rows of (place, seconds), in ascending order; constant before the first,
+    `beyond` more for each step after the last."""
+    high = bisect_left(table, at, key=_place)
+    if high == len(table):
+        return table[-1][1] + beyond * (at - table[-1][0])
+    place, seconds = table[high]
+    if high == 0 or place == at:
+        return seconds
+    low_place, low_seconds = table[high - 1]
+    return low_seconds + (seconds - low_seconds) * (at - low_place) / (place - low_place)
+
+
+def _place(row: tuple[int, float]) -> int:
+    return row[0]
+
+
+class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the host needs to launch a prefill step, in seconds."""
+
+    step_s: float
+    item_s: float
+    chunk_s: float
+
+
+class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill time of one degree of parallelism; the module says what each number means. `host`
+    is None where the device was always the slower one."""
+
+    step_s: float
+    item_s: float
+    many_s: float
+    chunk_s: float
+    chunk_token_s: float
+    cached_s: float
+    square_s: float
+    cross_s: float
+    token_s: float
+    rows: Table
+    host: HostCosts | None = None
+
+    def time_s(self, items: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
+        new = square = cross = chunks = chunk_tokens = cached_tokens = 0
+        for cached, count in items:
+            new += count
+            square += count * count
+            if cached:
+                chunks += 1
+                chunk_tokens += count
+                cached_tokens += cached
+                cross += 2 * cached * count
+        device_s = (
+            self.step_s
+            + self.item_s * len(items)
+            + (self.many_s if len(items) > 1 else 0.0)
+            + self.chunk_s * chunks
+            + self.chunk_token_s * chunk_tokens
+            + self.cached_s * cached_tokens
+            + look_up(self.rows, new, self.token_s)
+            + self.square_s * square
+            + self.cross_s * cross
+        )
+        host = self.host
+        if host is None:
+            return device_s
+        return max(device_s, host.step_s + host.item_s * len(items) + host.chunk_s * chunks)
+
+    def fault(self) -> str:
+        """What makes a prediction fall when work is added; empty when nothing does."""
+        numbers = msgspec.structs.asdict(self)
+        numbers.pop("rows")
+        host = numbers.pop("host")
+        if host is not None:
+            numbers |= {f"host {name}": s for name, s in msgspec.structs.asdict(host).items()}
+        bad = [name for name, value in numbers.items() if not 0 <= value < float("inf")]
+        if bad:
+            return f"{bad} must not be negative"
+        return "" if self.rows and is_rising(self.rows) else "rows must be ascending"
+
+
+class DecodeGrid(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured decode times: `times_s[i][j]` with `batches[i]` requests of the busiest master and
+    `kv_tokens[j]` tokens read by each member."""
+
+    batches: tuple[int, ...]
+    kv_tokens: tuple[int, ...]
+    times_s: tuple[tuple[float, ...], ...]
+
+    def clamp(self, busiest: int, kv_tokens: float) -> tuple[int, float]:
+        """The nearest place inside the grid."""
+        most = min(max(busiest, self.batches[0]), self.batches[-1])
+        return most, min(max(kv_tokens, self.kv_tokens[0]), self.kv_tokens[-1])
+
+    def time_s(self, busiest: int, kv_tokens: float) -> float:
+        """Seconds at a place inside the grid."""
+        row, right = _between(self.batches, busiest)
+        column, below = _between(self.kv_tokens, kv_tokens)
+        upper, lower = self.times_s[row], self.times_s[min(row + 1, len(self.batches) - 1)]
+        next_column = min(column + 1, len(self.kv_tokens) - 1)
+        first = upper[column] + (upper[next_column] - upper[column]) * below
+        if right == 0.0:
+            return first
+        second = lower[column] + (lower[next_column] - lower[column]) * below
+        return first + (second - first) * right
+
+    def fault(self) -> str:
+        """What makes a prediction fall when work is added; empty when nothing does."""
+        axes = (self.batches, self.kv_tokens)
+        if not all(axis and axis[0] >= 0 and _rises(axis, strictly=True) for axis in axes):
+            return "batches and kv_tokens must be ascending"
+        wanted = [len(self.kv_tokens)] * len(self.batches)
+        if [len(row) for row in self.times_s] != wanted:
+            return "times_s must have a time for each batch and kv_tokens"
+        lines = [*self.times_s, *zip(*self.times_s, strict=True)]
+        if not all(line[0] > 0 and _rises(line) for line in lines):
+            return "times_s must be above 0 and not fall"
+        return ""
+
+
+def is_rising(table: Table) -> bool:
+    """Whether places are in ascending order, none below 0, and seconds never fall."""
+    places, seconds = zip(*table, strict=True)
+    return places[0] >= 0 and seconds[0] >= 0 and _rises(places, strictly=True) and _rises(seconds)
+
+
+def _rises(values: Sequence[float], *, strictly: bool = False) -> bool:
+    return all(a < b or (a == b and not strictly) for a, b in pairwise(values)) and (
+        values[-1] < float("inf")
+    )
+
+
+def _between(places: Sequence[int], at: float) -> tuple[int, float]:
+    """The index of the place at or before `at`, and how far `at` is towards the next, 0 to 1."""
+    high = bisect_left(places, at)
+    if high == len(places):
+        return high - 1, 0.0
+    if high == 0 or places[high] == at:
+        return high, 0.0
+    low = places[high - 1]
+    return high - 1, (at - low) / (places[high] - low)

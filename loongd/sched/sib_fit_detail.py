@@ -1,0 +1,285 @@
+"""Fitting what measurements add to the formulas: `sched.sib_detail` from measured steps.
+
+Knows: how a step is told to be bound by its host or by its device, how a table is drawn through
+noisy times without following the noise, and how a grid with holes is filled. Does not know: how
+the times were measured.
+
+A detail is kept only where it makes the squared relative errors much smaller than the formula's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loongd.sched.sib_detail import DecodeGrid, HostCosts, PrefillDetail, Table
+from loongd.sched.sib_fit import (
+    DecodePoint,
+    Floats,
+    PrefillPoint,
+    cost,
+    error_of,
+    fit_prefill,
+    nnls,
+    readable,
+)
+from loongd.sched.sib_profile import DecodeFit, PrefillFit
+
+_MUST_SAVE = 0.7
+_LEAST_POINTS = 12
+_LEAST_BATCHES = 5
+_ROUNDS = 6
+"""Rounds in which points change between host and device; most settle in two."""
+_LEAST_HELD = 3
+"""Fewer points than this are not taken for a regime of their own."""
+_KNOT_RATIO = 1.6
+"""Each row of a table has so many times the tokens of the one before."""
+_SMOOTHNESS = 0.05
+"""How much a change of slope costs, beside the squared relative errors."""
+_USUAL = 16
+"""A chunk of a long prefill is more than one of so many parts of what came before it."""
+_FIXED = 8
+"""Columns of `_device_features`."""
+
+
+def fit_measured(dop: int, points: Sequence[PrefillPoint]) -> PrefillFit:
+    """The formula and, where it is called for, the detail of a profile's points.
+
+    The formula is of prompts and of chunks as a prefill has them; short chunks over much KV, which
+    take as long as reading it, are left to the detail.
+    """
+    usual = [p for p in points if all(_USUAL * new >= cached for cached, new in p.items)]
+    return refine_prefill(fit_prefill(dop, usual), points)
+
+
+def refine_prefill(fit: PrefillFit, points: Sequence[PrefillPoint]) -> PrefillFit:
+    """`fit` with a detail where the points of its dop, measured at least twelve times, call for it.
+
+    LoongServe's formula (section 5.2) has one line for all lengths; see `sched.sib_detail`.
+    """
+    if len(points) < _LEAST_POINTS:
+        return fit
+    times = np.array([point.elapsed_s for point in points], dtype=np.float64)
+    plain = np.array([fit.coefficients.time_s(point.items) for point in points])
+    detail = _prefill_detail(points, times)
+    found = np.array([detail.time_s(point.items) for point in points])
+    if cost(found, times) >= _MUST_SAVE * cost(plain, times):
+        return fit
+    return msgspec.structs.replace(fit, detail=detail, error=error_of(found, times))
+
+
+def refine_decode(
+    fit: DecodeFit, points: Sequence[DecodePoint], levels: Sequence[int]
+) -> DecodeFit:
+    """`fit` with a grid where its points call for it; `levels` are the KV tokens of a member near
+    which they lie, ascending, the first near 0."""
+    busiest = np.array([ceil(point.batch / fit.num_masters) for point in points], dtype=np.int64)
+    if len(points) < _LEAST_POINTS or len(set(busiest.tolist())) < _LEAST_BATCHES:
+        return fit
+    kv = np.array([point.kv_tokens / fit.dop for point in points], dtype=np.float64)
+    times = np.array([point.elapsed_s for point in points], dtype=np.float64)
+    plain = np.array([fit.time_s(busiest=int(b), kv_tokens=k) for b, k in _pairs(busiest, kv)])
+    grid = _decode_grid(busiest, kv, times, levels, fit.coefficients.kv_token_s)
+    refined = msgspec.structs.replace(fit, grid=grid)
+    found = np.array([refined.time_s(busiest=int(b), kv_tokens=k) for b, k in _pairs(busiest, kv)])
+    if cost(found, times) >= _MUST_SAVE * cost(plain, times):
+        return fit
+    return msgspec.structs.replace(refined, error=error_of(found, times))
+
+
+# ---- prefill -------------------------------------------------------------------------------------
+
+
+def _prefill_detail(points: Sequence[PrefillPoint], times: Floats) -> PrefillDetail:
+    """The best split of the points into host-bound and device-bound ones."""
+    work = _Work.of(points, times)
+    host = np.array([_host_features(point) for point in points], dtype=np.float64)
+    x = work.fit(np.ones(len(points), dtype=bool))
+    best: tuple[Floats, Floats | None] = (x, None)
+    least = cost(work.device @ x, times)
+    order = np.argsort(work.new, kind="stable")
+    for held in sorted({len(points) * part // 8 for part in range(1, 7)}):
+        bound = np.zeros(len(points), dtype=bool)
+        bound[order[:held]] = True
+        found = _split(work, host, bound)
+        if found is None:
+            continue
+        x, y = found
+        spent = cost(np.maximum(work.device @ x, host @ y), times)
+        if spent < _MUST_SAVE * least:
+            best, least = (x, y), spent
+    return _detail(*best, work.knots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the device does in each step: `_FIXED` features, and new tokens by parts of a table.
+
+    The slopes of the table are not negative, so its times never fall; each is drawn towards its
+    neighbour's by `smooth`, so that noise alone bends nothing.
+    """
+
+    device: Floats
+    smooth: Floats
+    times: Floats
+    new: Floats
+    knots: Floats
+
+    @classmethod
+    def of(cls, points: Sequence[PrefillPoint], times: Floats) -> _Work:
+        new = np.array([sum(n for _, n in point.items) for point in points], dtype=np.float64)
+        knots = _knots(new)
+        widths = np.diff(knots)
+        parts = np.clip(new[:, None] - knots[None, :-1], 0.0, widths[None, :])
+        fixed = np.array([_device_features(point) for point in points], dtype=np.float64)
+        order = np.argsort(new, kind="stable")
+        level = np.interp(knots[1:-1], new[order], times[order])
+        bends = (np.eye(len(widths), k=1) - np.eye(len(widths)))[:-1]
+        bends *= (_SMOOTHNESS**0.5 * widths[:-1] / level)[:, None]
+        smooth = np.concatenate([np.zeros((len(bends), fixed.shape[1])), bends], axis=1)
+        return cls(np.concatenate([fixed, parts], axis=1), smooth, times, new, knots)
+
+    def fit(self, which: npt.NDArray[np.bool_]) -> Floats:
+        """Coefficients of the points in `which`."""
+        a = np.concatenate([self.device[which] / self.times[which][:, None], self.smooth])
+        return nnls(a, np.concatenate([np.ones(int(which.sum())), np.zeros(len(self.smooth))]))
+
+
+def _split(work: _Work, host: Floats, bound: npt.NDArray[np.bool_]) -> tuple[Floats, Floats] | None:
+    """Coefficients of device and host, from a first guess of which points are `bound` by the host;
+    None when a side has too few points."""
+    found = None
+    for _ in range(_ROUNDS):
+        if bound.sum() < _LEAST_HELD or (~bound).sum() < _FIXED:
+            return found
+        y = nnls(host[bound] / work.times[bound][:, None], np.ones(int(bound.sum())))
+        x = work.fit(~bound)
+        found = x, y
+        again = host @ y > work.device @ x
+        if (again == bound).all():
+            return found
+        bound = again
+    return found
+
+
+def _device_features(point: PrefillPoint) -> tuple[float, ...]:
+    """1, requests, several, chunks, their new and their cached tokens, squares, crosses."""
+    items = point.items
+    chunks = [(cached, new) for cached, new in items if cached]
+    return (
+        1.0,
+        float(len(items)),
+        float(len(items) > 1),
+        float(len(chunks)),
+        float(sum(new for _, new in chunks)),
+        float(sum(cached for cached, _ in chunks)),
+        float(sum(new * new for _, new in items)),
+        float(sum(2 * cached * new for cached, new in items)),
+    )
+
+
+def _host_features(point: PrefillPoint) -> tuple[float, float, float]:
+    """1, requests, chunks."""
+    return (1.0, float(len(point.items)), float(sum(1 for cached, _ in point.items if cached)))
+
+
+def _detail(x: Floats, y: Floats | None, knots: Floats) -> PrefillDetail:
+    step, item, many, chunk, chunk_token, cached, square, cross = map(readable, x[:_FIXED].tolist())
+    seconds = np.concatenate([[0.0], np.cumsum(x[_FIXED:] * np.diff(knots))])
+    late = len(knots) // 2
+    rise = (seconds[-1] - seconds[late]) / (knots[-1] - knots[late])
+    rows: Table = tuple(
+        (int(place), readable(s)) for place, s in zip(knots.tolist(), seconds.tolist(), strict=True)
+    )
+    host = None
+    if y is not None:
+        host = HostCosts(step_s=readable(y[0]), item_s=readable(y[1]), chunk_s=readable(y[2]))
+    return PrefillDetail(
+        step_s=step,
+        item_s=item,
+        many_s=many,
+        chunk_s=chunk,
+        chunk_token_s=chunk_token,
+        cached_s=cached,
+        square_s=square,
+        cross_s=cross,
+        token_s=readable(rise),
+        rows=rows,
+        host=host,
+    )
+
+
+def _knots(new: Floats) -> Floats:
+    """0, and measured numbers of tokens that are far enough apart, the largest among them."""
+    places: list[float] = []
+    for place in sorted(set(new.tolist()), reverse=True):
+        if not places or places[-1] >= _KNOT_RATIO * place:
+            places.append(place)
+    return np.array([0.0, *places[::-1]], dtype=np.float64)
+
+
+# ---- decode --------------------------------------------------------------------------------------
+
+
+def _decode_grid(
+    busiest: npt.NDArray[np.int64],
+    kv: Floats,
+    times: Floats,
+    levels: Sequence[int],
+    kv_token_s: float,
+) -> DecodeGrid:
+    """Each point moved to the nearest level by the cost of a KV token; holes filled."""
+    batches = np.unique(busiest)
+    columns = np.array(levels, dtype=np.float64)
+    nearest = np.abs(kv[:, None] - columns[None, :]).argmin(axis=1)
+    moved = np.maximum(times + kv_token_s * (columns[nearest] - kv), 0.5 * times)
+    filled = np.full((len(batches), len(columns)), np.nan)
+    for row, batch in enumerate(batches):
+        for column in range(len(columns)):
+            here = moved[(busiest == batch) & (nearest == column)]
+            if len(here):
+                filled[row, column] = here.mean()
+    wanted = ~np.isnan(filled).all(axis=0)
+    columns, filled = columns[wanted], filled[:, wanted]
+    _fill(batches, columns, filled, kv_token_s)
+    rising = _rising(_rising(filled, axis=0), axis=1)
+    return DecodeGrid(
+        batches=tuple(batches.tolist()),
+        kv_tokens=tuple(int(column) for column in columns),
+        times_s=tuple(tuple(map(readable, row)) for row in rising.tolist()),
+    )
+
+
+def _fill(
+    batches: npt.NDArray[np.int64], columns: Floats, filled: Floats, kv_token_s: float
+) -> None:
+    """Fill holes: the first column by the cost of KV, others by what KV costs other batches."""
+    for row in range(len(batches)):
+        if np.isnan(filled[row, 0]):
+            first = int(np.flatnonzero(~np.isnan(filled[row]))[0])
+            guess = filled[row, first] - kv_token_s * (columns[first] - columns[0])
+            filled[row, 0] = max(guess, 0.5 * filled[row, first])
+    places = batches.astype(np.float64)
+    for column in range(1, len(columns)):
+        known = ~np.isnan(filled[:, column])
+        reads = filled[known, column] - filled[known, 0]
+        hole = ~known
+        filled[hole, column] = filled[hole, 0] + np.interp(places[hole], places[known], reads)
+
+
+def _rising(values: Floats, axis: int = 0) -> Floats:
+    """The nearest values that never fall along an axis, near enough: midway between the running
+    maximum and the running minimum from behind."""
+    up = np.maximum.accumulate(values, axis=axis)
+    down = np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)
+    middle: Floats = (up + down) / 2
+    return middle
+
+
+def _pairs(busiest: npt.NDArray[np.int64], kv: Floats) -> list[tuple[int, float]]:
+    return list(zip(busiest.tolist(), kv.tolist(), strict=True))

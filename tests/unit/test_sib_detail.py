@@ -1,0 +1,296 @@
+"""Measured details of a profile: their formulas, their guards, and fits of made-up machines.
+
+The machines behave as GPUs do where no line follows: launches that hide small work, tiles,
+attention that is slow for short prompts, captured batch sizes. They know nothing of the fitted
+formulas.
+"""
+
+import random
+from collections.abc import Callable
+from math import ceil
+
+import msgspec
+import pytest
+from test_sib import profile
+
+from loongd.errors import ConfigError
+from loongd.profiling import grid
+from loongd.sched.sib import Profile, Sib, dump_profile, parse_profile
+from loongd.sched.sib_detail import DecodeGrid, HostCosts, PrefillDetail, look_up
+from loongd.sched.sib_fit import (
+    DecodePoint,
+    MigratePoint,
+    PrefillPoint,
+    fit_decode,
+    fit_migrate,
+    fit_prefill,
+)
+from loongd.sched.sib_fit_detail import refine_decode, refine_prefill
+
+DETAIL = PrefillDetail(
+    step_s=0.010,
+    item_s=0.001,
+    many_s=0.002,
+    chunk_s=0.003,
+    chunk_token_s=1e-5,
+    cached_s=1e-6,
+    square_s=1e-8,
+    cross_s=2e-8,
+    token_s=5e-5,
+    rows=((16, 0.001), (100, 0.004), (1000, 0.040)),
+    host=HostCosts(step_s=0.020, item_s=0.004, chunk_s=0.001),
+)
+GRID = DecodeGrid(
+    batches=(1, 2, 8),
+    kv_tokens=(0, 100, 1000),
+    times_s=((0.010, 0.011, 0.020), (0.012, 0.013, 0.022), (0.018, 0.020, 0.034)),
+)
+
+
+def detailed() -> Profile:
+    """The profile of `test_sib` with details for one instance and for four with one master."""
+    plain = profile()
+    replace = msgspec.structs.replace
+    first, *others = plain.prefill
+    alone, one, four = plain.decode
+    return replace(
+        plain,
+        prefill=[replace(first, detail=DETAIL), *others],
+        decode=[alone, replace(one, grid=GRID), four],
+    )
+
+
+# ---- formulas ------------------------------------------------------------------------------------
+
+
+def test_a_table_is_linear_between_its_rows() -> None:
+    table = ((10, 1.0), (20, 3.0))
+    found = [look_up(table, at, beyond=0.5) for at in (0, 10, 15, 20, 24)]
+    assert found == pytest.approx([1.0, 1.0, 2.0, 3.0, 5.0])
+
+
+def test_the_slower_of_host_and_device_counts() -> None:
+    sib = Sib(detailed())
+    assert sib.prefill_s(1, [(0, 16)]) == pytest.approx(0.024)
+    assert sib.prefill_s(1, [(0, 16), (50, 16)]) == pytest.approx(0.020 + 2 * 0.004 + 0.001)
+    device = 0.010 + 2 * 0.001 + 0.002 + 0.003 + 400e-5 + 0.040 + 1e-8 * (600**2 + 400**2)
+    device += 2e-8 * 2 * 300 * 400 + 300e-6
+    assert sib.prefill_s(1, [(0, 600), (300, 400)]) == pytest.approx(device)
+    assert sib.prefill_s(1, [(0, 2000)]) == pytest.approx(0.011 + 0.040 + 0.050 + 0.040)
+
+
+def test_the_formula_stays_for_sums_and_for_degrees_between() -> None:
+    plain, sib = Sib(profile()), Sib(detailed())
+    assert sib.prefill_coefficients(1) == plain.prefill_coefficients(1)
+    for dop in (2, 4):
+        assert sib.prefill_s(dop, [(0, 500)]) == plain.prefill_s(dop, [(0, 500)])
+
+
+def test_decode_is_looked_up_in_the_grid_and_goes_on_by_the_formula() -> None:
+    sib = Sib(detailed())
+
+    def time_s(batch: int, kv_tokens: int) -> float:
+        return sib.decode_s(dop=4, num_masters=1, batch=batch, kv_tokens=kv_tokens)
+
+    assert time_s(2, 400) == pytest.approx(0.013)
+    # Half way from 2 to 8, a third of the way from 100 to 1000: each member reads a quarter.
+    at_400 = (0.013 + (0.022 - 0.013) / 3 + 0.020 + (0.034 - 0.020) / 3) / 2
+    assert time_s(5, 1600) == pytest.approx(at_400)
+    # Beyond: 1e-4 a request and 1e-6 a token, as the coefficients say.
+    assert time_s(10, 8000) == pytest.approx(0.034 + 2e-4 + 1e-3)
+
+
+def test_masters_without_a_request_cost_nothing() -> None:
+    sib = Sib(profile())
+    step = {"dop": 4, "kv_tokens": 1000}
+    one = sib.decode_s(**step, num_masters=1, batch=1)
+    assert sib.decode_s(**step, num_masters=4, batch=1) == one
+    two = sib.decode_s(**step, num_masters=2, batch=2)
+    assert one < two == sib.decode_s(**step, num_masters=3, batch=2)
+
+
+def test_no_detailed_prediction_falls_when_work_is_added() -> None:
+    rng = random.Random(5)
+    sib = Sib(detailed())
+    for _ in range(500):
+        items = [(rng.choice([0, 700]), rng.randint(1, 900)) for _ in range(rng.randint(1, 5))]
+        base = sib.prefill_s(1, items)
+        cached, new = items[0]
+        assert sib.prefill_s(1, [*items, (0, 1)]) >= base
+        assert sib.prefill_s(1, [(cached, new + rng.randint(1, 50)), *items[1:]]) >= base
+        assert sib.prefill_s(1, [(cached + 1, new), *items[1:]]) >= base
+        batch, kv = rng.randint(1, 30), rng.randrange(9000)
+        decode = sib.decode_s(dop=4, num_masters=1, batch=batch, kv_tokens=kv)
+        assert sib.decode_s(dop=4, num_masters=1, batch=batch + 1, kv_tokens=kv) >= decode
+        assert sib.decode_s(dop=4, num_masters=1, batch=batch, kv_tokens=kv + 90) >= decode
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_details_survive_their_file_which_people_can_read() -> None:
+    text = dump_profile(detailed())
+    assert parse_profile(text, where="x") == detailed()
+    assert "[ 0.012, 0.013, 0.022 ]" in text
+    assert len(text.splitlines()) < 200
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"square_s": -1.0}, r"x: dop 1: \['square_s'\] must not be negative"),
+        ({"host": {"step_s": 1, "item_s": -1, "chunk_s": 0}}, r"dop 1: \['host item_s'\] must"),
+        ({"rows": [[10, 2.0], [20, 1.0]]}, "dop 1: rows must be ascending"),
+        ({"rows": [[20, 1.0], [10, 2.0]]}, "dop 1: rows must be ascending"),
+        ({"rows": []}, "dop 1: rows must be ascending"),
+    ],
+)
+def test_a_prefill_detail_that_would_fall_is_refused(
+    change: dict[str, object], message: str
+) -> None:
+    data = msgspec.json.decode(dump_profile(detailed()))
+    data["prefill"][0]["detail"] |= change
+    with pytest.raises(ConfigError, match=message):
+        parse_profile(msgspec.json.encode(data), where="x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches": [1, 8, 2]}, "batches and kv_tokens must be ascending"),
+        ({"kv_tokens": [0, 100]}, "a time for each"),
+        ({"times_s": [[1, 2, 3], [1, 2, 3]]}, "a time for each"),
+        ({"times_s": [[1, 2, 3], [1, 2, 2.5], [2, 3, 4]]}, "not fall"),
+        ({"times_s": [[0, 2, 3], [1, 2, 3], [2, 3, 4]]}, "above 0"),
+    ],
+)
+def test_a_grid_that_would_fall_is_refused(change: dict[str, object], message: str) -> None:
+    data = msgspec.json.decode(dump_profile(detailed()))
+    data["decode"][1]["grid"] |= change
+    with pytest.raises(ConfigError, match=f"x: dop 4: .*{message}"):
+        parse_profile(msgspec.json.encode(data), where="x")
+
+
+# ---- fits of made-up machines --------------------------------------------------------------------
+
+Prefill = Callable[[grid.Items], float]
+LONGEST, BLOCK, MOST_CACHED = 32_768, 1024, 98_304
+
+
+def gpu_alone(items: grid.Items) -> float:
+    """Tiles of 128 rows, attention that needs 1,500 tokens to be half as fast as it can be."""
+    new = sum(n for _, n in items)
+    launch_s = 0.0175 + 4e-4 * len(items)
+    linear_s = 0.004 + 2.1e-5 * 128 * ceil(new / 128)
+    attention_s = sum(4.5e-10 * n * (n + 2 * c) * (1 + 1500 / n) for c, n in items)
+    return max(launch_s, linear_s + attention_s + 5e-5 * len(items))
+
+
+def gpu_group(items: grid.Items) -> float:
+    """Two of them: launches for each request and exchange, and queries of chunks that travel."""
+    new = sum(n for _, n in items)
+    chunks = [(c, n) for c, n in items if c]
+    launch_s = 0.031 + 1.6e-3 * len(items) + 2e-3 * len(chunks)
+    linear_s = 0.005 + 1.05e-5 * 128 * ceil(new / 256)
+    attention_s = sum(2.4e-10 * n * (n + 2.4 * c) * (1 + 3000 / n) for c, n in items)
+    travel_s = 3e-6 * sum(n for _, n in chunks)
+    return max(launch_s, 2 * linear_s / 1.0 + attention_s + travel_s)
+
+
+def cpu(items: grid.Items) -> float:
+    """No launches to speak of; products of few rows are slow, and one row is not."""
+    new = sum(n for _, n in items)
+    rows_s = 8e-4 * new if new < 64 else 0.05 + 2.5e-4 * (new - 64)
+    return 0.02 + rows_s + 1e-3 * len(items) + sum(2e-8 * n * (n + 3 * c) for c, n in items)
+
+
+@pytest.mark.parametrize("machine", [gpu_alone, gpu_group, cpu])
+@pytest.mark.parametrize("seed", range(4))
+def test_unseen_prefills_of_a_made_up_machine_are_foreseen(machine: Prefill, seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = grid.prefill_sizes(LONGEST, BLOCK, MOST_CACHED)
+    points = [PrefillPoint(i, machine(i) * (1 + rng.uniform(-0.01, 0.01))) for i in sizes]
+    plain = fit_prefill(1, points)
+    fit = refine_prefill(plain, points)
+    assert fit.detail is not None
+    assert fit.detail.fault() == ""
+    assert fit.error is not None
+    assert plain.error is not None
+    assert fit.error.mean < plain.error.mean
+    unseen = grid.random_prefills(LONGEST, BLOCK, MOST_CACHED, seed=100 + seed, count=60)
+    errors = [abs(fit.time_s(items) / machine(items) - 1) for items in unseen]
+    assert sum(errors) / len(errors) < 0.03
+    assert max(errors) < 0.10
+
+
+def test_a_formula_that_is_right_gets_no_detail() -> None:
+    plain = profile().prefill[0]
+    sizes = grid.prefill_sizes(4096, 128, 8192)
+    points = [PrefillPoint(items, plain.coefficients.time_s(items)) for items in sizes]
+    fit = fit_prefill(1, points)
+    assert refine_prefill(fit, points) == fit
+    assert refine_prefill(fit, points[:8]) == fit
+
+
+def captured(busiest: int, kv: float) -> float:
+    """A captured step for each range of batches; attention that is all latency below 8K tokens."""
+    sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512)
+    rows = next(size for size in sizes if size >= busiest)
+    products_s = max(0.0038, 2.1e-5 * rows)
+    return products_s + 4e-6 * rows**0.5 * 10 + max(3e-4, 3.3e-8 * kv)
+
+
+@pytest.mark.parametrize(("dop", "masters"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_unseen_decode_steps_of_a_made_up_machine_are_foreseen(
+    dop: int, masters: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    block, most_blocks, tiny = 2048, 64, 16
+
+    def kv_tokens(size: grid.DecodeSize) -> int:
+        return sum(n * block + 1 if n else tiny + 1 for n in size.blocks)
+
+    def time_s(size: grid.DecodeSize) -> float:
+        return captured(ceil(size.batch / masters), kv_tokens(size) / dop)
+
+    points = [
+        DecodePoint(size.batch, kv_tokens(size), time_s(size) * (1 + rng.uniform(-0.01, 0.01)))
+        for size in grid.decode_sizes(256, masters, most_blocks)
+    ]
+    plain = fit_decode(dop, masters, points)
+    fit = refine_decode(plain, points, grid.levels(block, dop))
+    assert fit.grid is not None
+    assert fit.grid.fault() == ""
+    errors = []
+    for size in grid.random_decodes(256, masters, most_blocks, seed=50 + seed, count=80):
+        kv = kv_tokens(size) / dop
+        found = fit.time_s(busiest=ceil(size.batch / masters), kv_tokens=kv)
+        errors.append(abs(found / time_s(size) - 1))
+    assert sum(errors) / len(errors) < 0.02
+    assert max(errors) < 0.06
+
+
+def test_a_batch_without_much_kv_learns_from_its_neighbours() -> None:
+    points = [
+        DecodePoint(batch, batch * 8 + kv, 0.01 + 1e-3 * (batch > 4) + 1e-6 * kv * (1 + batch / 16))
+        for batch in (1, 2, 4, 5, 8, 16)
+        for kv in (0, 10_000)
+        if not (batch in (2, 5) and kv)
+    ]
+    plain = fit_decode(1, 1, points)
+    fit = refine_decode(plain, [*points, *points], [0, 10_000])
+    assert fit.grid is not None
+    times = dict(zip(fit.grid.batches, fit.grid.times_s, strict=True))
+    assert times[2][1] - times[2][0] == pytest.approx(1e-2 * (1 + 2 / 16), rel=0.02)
+    assert times[5][1] - times[5][0] == pytest.approx(1e-2 * (1 + 5 / 16), rel=0.05)
+
+
+def test_a_planted_migration_is_found() -> None:
+    points = [MigratePoint(n, 0.002 + 3e-7 * n) for n in (16, 100, 1000, 16_000)]
+    found = fit_migrate(points)
+    assert (found.alpha_s, found.token_s) == pytest.approx((0.002, 3e-7))
+    assert found.error is not None
+    assert found.error.worst < 1e-4
+    with pytest.raises(ValueError, match="1 points"):
+        fit_migrate(points[:1])
