@@ -1,6 +1,6 @@
 """Drawing tokens from logits.
 
-Knows: the order of adjustments (bias and banned ids, penalties, temperature, top-k, top-p, min-p)
+Knows: the order of adjustments (bias and banned ids, penalties; then `kernels.sampling` draws)
 and a random number that depends only on the request's seed and the token's position, so the same
 request draws the same token alone or in a batch, on any device and any master.
 Does not know: requests, stop conditions, text.
@@ -8,25 +8,23 @@ Does not know: requests, stop conditions, text.
 Filters are thresholds on logits and the draw runs in vocabulary order, so equal logits, common in
 bf16, never depend on how a sort breaks ties: tokens equal to the last one kept are kept too.
 
-Letters: B rows, R rows of one block, V vocabulary, C candidates.
+Letters: B rows, R some of them, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from loongd.kernels.sampling import best_tokens, draw_tokens
 from loongd.wire import Sampling
 
 _GREEDY_TEMPERATURE = 1e-5
 """Below this, dividing by the temperature overflows and the best token has all the mass."""
-_BLOCK_ROWS = 32
-"""Rows drawn at once; bounds the memory of float64 probabilities."""
-_CANDIDATES = 1024
-"""Best logits looked at before falling back to the whole vocabulary."""
 _BROKEN = -1
 """Stands for a token, on the device only, where logits were not finite."""
 
@@ -44,42 +42,100 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@torch.inference_mode()
-def sample(logits_BV: Tensor, params: Sequence[Sampling], positions: Sequence[int]) -> list[Drawn]:
-    """One token for each row. `logits_BV` (fp32) is left unchanged.
+def is_plain(params: Sampling | None) -> bool:
+    """Whether the best logit alone decides, and nothing but the token is asked for."""
+    if params is None:
+        return True
+    adjusted = params.banned or params.bias or params.history
+    greedy = params.temperature < _GREEDY_TEMPERATURE
+    return greedy and not adjusted and params.num_logprobs is None
 
-    Log-probabilities are log_softmax of the raw logits, before any adjustment.
+
+class Drawing:
+    """Tokens that are being drawn. `tokens_B` (int64, on the logits' device): -1 for none."""
+
+    def __init__(self, tokens_B: Tensor, logprobs: _Logprobs | None) -> None:
+        self.tokens_B = tokens_B
+        self._tokens_B = _fetch(tokens_B)
+        self._logprobs = logprobs
+        self._done: Any = None
+        if tokens_B.is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def ready(self) -> bool:
+        """Whether `finish` returns at once."""
+        done: bool = self._done is None or self._done.query()
+        return done
+
+    def finish(self) -> list[Drawn]:
+        """Wait for the device. Raises RuntimeError for what failed there."""
+        if self._done is not None:
+            self._done.synchronize()
+        drawn = [Drawn(None if token == _BROKEN else token) for token in self._tokens_B.tolist()]
+        if self._logprobs is not None:
+            self._logprobs.add_to(drawn)
+        return drawn
+
+
+def sample(logits_BV: Tensor, params: Sequence[Sampling], positions: Sequence[int]) -> list[Drawn]:
+    """One token for each row, at once; see `begin_sample`."""
+    return begin_sample(logits_BV, params, positions).finish()
+
+
+def sample_once(logits_1V: Tensor) -> None:
+    """Draw in each way that has kernels of its own, so that none is compiled while serving."""
+    for top_p in (1.0, 0.5):
+        sample(logits_1V, [Sampling(temperature=1.0, top_p=top_p)], [0])
+
+
+@torch.inference_mode()
+def begin_sample(
+    logits_BV: Tensor, params: Sequence[Sampling], positions: Sequence[int]
+) -> Drawing:
+    """Launch the drawing of one token for each row, without waiting for the device.
+
+    With penalties the host may wait. `logits_BV` is left unchanged, and may change once what is in
+    the stream so far is done. Log-probabilities are log_softmax of the raw logits, before any
+    adjustment.
 
     Args:
-        logits_BV: fp32 logits.
+        logits_BV: logits, fp32 or half precision.
         params: how each row is drawn.
         positions: position that each drawn token will have in its request.
     """
-    if not params:
-        return []
     adjusted_BV = _adjust(logits_BV, params)
-    tokens_B = _argmax(adjusted_BV)
-    random_rows = [row for row, p in enumerate(params) if p.temperature >= _GREEDY_TEMPERATURE]
-    for first in range(0, len(random_rows), _BLOCK_ROWS):
-        rows = random_rows[first : first + _BLOCK_ROWS]
-        block = [params[row] for row in rows]
-        uniforms = [_uniform(params[row].seed, positions[row]) for row in rows]
-        index = torch.tensor(rows, device=logits_BV.device)
-        # where rather than plain assignment: a broken row stays broken
-        drawn_R = _draw(adjusted_BV[index], block, uniforms)
-        tokens_B[index] = torch.where(tokens_B[index] == _BROKEN, _BROKEN, drawn_R)
-    tokens: list[int] = tokens_B.tolist()
-    logprobs = _logprobs(logits_BV, params, tokens)
-    return [
-        Drawn(None) if token == _BROKEN else logprobs.get(row, Drawn(token))
-        for row, token in enumerate(tokens)
-    ]
+    if all(p.temperature < _GREEDY_TEMPERATURE for p in params):
+        tokens_B = best_tokens(adjusted_BV)
+    else:
+        rows = [_row(p, position) for p, position in zip(params, positions, strict=True)]
+        # an even number of columns, so that each row begins at a multiple of 16 bytes, as Triton
+        # takes for granted in what it has compiled
+        columns = zip(*rows, *rows[: len(rows) % 2], strict=True)
+        table = _send(list(columns), torch.float64, logits_BV.device)
+        temperature_B, top_k_B, top_p_B, min_p_B, uniform_B = table[:, : len(rows)]
+        filtered = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
+        tokens_B = draw_tokens(
+            adjusted_BV, temperature_B, top_k_B, top_p_B, min_p_B, uniform_B, filtered=filtered
+        )
+    return Drawing(tokens_B, _logprobs(logits_BV, params, tokens_B))
 
 
-def _argmax(logits_BV: Tensor) -> Tensor:
-    """Best token of each row, `_BROKEN` where a NaN or infinity makes it meaningless."""
-    best_B, tokens_B = logits_BV.max(dim=-1)  # max propagates NaN
-    return torch.where(best_B.isfinite(), tokens_B, _BROKEN)
+def _row(p: Sampling, position: int) -> tuple[float, ...]:
+    return p.temperature, p.top_k, p.top_p, p.min_p, _uniform(p.seed, position)
+
+
+def _send(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on their way to the device; nothing waits for them but what uses them."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _fetch(x: Tensor) -> Tensor:
+    """Numbers on their way to the host; pinned, or the copy would wait for the device."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _adjust(logits_BV: Tensor, params: Sequence[Sampling]) -> Tensor:
@@ -87,17 +143,18 @@ def _adjust(logits_BV: Tensor, params: Sequence[Sampling]) -> Tensor:
     rows = [row for row, p in enumerate(params) if p.banned or p.bias or p.history]
     if not rows:
         return logits_BV
-    adjusted_BV = logits_BV.clone()
+    adjusted_BV = logits_BV.to(torch.float32, copy=True)
     for row in rows:
         logits_V, p = adjusted_BV[row], params[row]
         # ids beyond the vocabulary can never be drawn: nothing to adjust
         bias = [(token, value) for token, value in p.bias if 0 <= token < len(logits_V)]
         if bias:
-            ids, values = (torch.tensor(x, device=logits_V.device) for x in zip(*bias, strict=True))
-            logits_V.index_add_(0, ids, values.to(logits_V.dtype))
+            tokens, values = zip(*bias, strict=True)
+            ids = _send(tokens, torch.int64, logits_V.device)
+            logits_V.index_add_(0, ids, _send(values, torch.float32, logits_V.device))
         banned = [token for token in p.banned if 0 <= token < len(logits_V)]
         if banned:
-            logits_V[torch.tensor(banned, device=logits_V.device)] = -torch.inf
+            logits_V.index_fill_(0, _send(banned, torch.int64, logits_V.device), -torch.inf)
         if p.history:
             _penalize(logits_V, p)
     return adjusted_BV
@@ -122,82 +179,36 @@ def _penalize(logits_V: Tensor, params: Sampling) -> None:
         logits_V -= params.presence_penalty * (counts_V > 0)
 
 
-def _draw(logits_RV: Tensor, params: Sequence[Sampling], uniforms: list[float]) -> Tensor:
-    """Tokens (R,) by inverse transform: the first whose cumulative mass exceeds u * total."""
-    device = logits_RV.device
-    table = [
-        [max(p.temperature, _GREEDY_TEMPERATURE) for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-        uniforms,
-    ]
-    temperature_R1, top_p_R1, min_p_R1, uniform_R1 = torch.tensor(
-        table, dtype=torch.float64, device=device
-    )[:, :, None]
-    scaled_RV = logits_RV / temperature_R1.to(logits_RV.dtype)
-    filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-    if filtered:
-        index = torch.tensor(filtered, device=device)
-        top_k = [params[row].top_k or logits_RV.shape[1] for row in filtered]
-        part_RV = scaled_RV[index]
-        cutoff_R1 = _cutoff(part_RV, top_k, top_p_R1[index])
-        scaled_RV[index] = part_RV.masked_fill(part_RV < cutoff_R1, -torch.inf)
-    if any(p.min_p > 0 for p in params):
-        # p < min_p * p_max, in logits; the best token survives every filter above
-        cutoff_R1 = scaled_RV.amax(-1, keepdim=True) + min_p_R1.log()
-        scaled_RV = scaled_RV.masked_fill(scaled_RV < cutoff_R1, -torch.inf)
-    mass_RV = scaled_RV.softmax(-1, dtype=torch.float64).cumsum(-1)
-    target_R1 = uniform_R1 * mass_RV[:, -1:]
-    # right=True steps over tokens of no mass, whose cumulative mass equals their neighbour's
-    return torch.searchsorted(mass_RV, target_R1, right=True)[:, 0]
+class _Logprobs:
+    """Log-probabilities of some rows, on their way to the host."""
+
+    def __init__(self, rows: list[int], nums: list[int], tensors: Iterable[Tensor]) -> None:
+        """`tensors`: the chosen tokens' (R,); the best ids and their values (R, most)."""
+        self._rows = rows
+        self._nums = nums
+        self._tensors = [_fetch(x) for x in tensors]
+
+    def add_to(self, drawn: list[Drawn]) -> None:
+        """To the rows that have a token; what is on its way has arrived."""
+        chosen, ids, values = (x.tolist() for x in self._tensors)
+        for i, (row, num) in enumerate(zip(self._rows, self._nums, strict=True)):
+            if drawn[row].token is not None:
+                top = tuple(zip(ids[i][:num], values[i][:num], strict=True))
+                drawn[row] = Drawn(drawn[row].token, chosen[i], top)
 
 
-def _cutoff(scaled_RV: Tensor, top_k: list[int], top_p_R1: Tensor) -> Tensor:
-    """The smallest logit (R, 1) that top-k, then top-p over what top-k left, keep.
-
-    Looks at the best `_CANDIDATES` logits first; only when some row needs more, at all of them.
-    """
-    vocab = scaled_RV.shape[1]
-    top_k_R1 = torch.tensor(top_k, device=scaled_RV.device).clamp(max=vocab)[:, None]
-    log_total_R1 = scaled_RV.double().logsumexp(-1, keepdim=True)
-    for num in (min(_CANDIDATES, vocab), vocab):
-        values_RC = scaled_RV.topk(num, dim=-1).values
-        kth_R1 = values_RC.gather(1, top_k_R1.clamp(max=num) - 1)
-        kept_RC = values_RC >= torch.where(top_k_R1 < vocab, kth_R1, -torch.inf)
-        mass_RC = (values_RC.double() - log_total_R1).exp() * kept_RC
-        cumulative_RC = mass_RC.cumsum(-1)
-        # with top-k on, what top-p shares out is the mass that top-k left
-        total_R1 = torch.where(top_k_R1 < vocab, cumulative_RC[:, -1:], 1.0)
-        wanted_R1 = torch.where(top_p_R1 < 1.0, top_p_R1 * total_R1, torch.inf)
-        kept_RC &= cumulative_RC - mass_RC < wanted_R1
-        kept_RC[:, 0] = True
-        # the last candidate dropped means that the candidates hold everything wanted
-        if num == vocab or not bool(kept_RC[:, -1].any()):
-            break
-    return values_RC.masked_fill(~kept_RC, torch.inf).amin(-1, keepdim=True)
-
-
-def _logprobs(logits_BV: Tensor, params: Sequence[Sampling], tokens: list[int]) -> dict[int, Drawn]:
-    """Tokens with log-probabilities for the rows that want them."""
-    wanted = enumerate(zip(params, tokens, strict=True))
-    rows = [row for row, (p, t) in wanted if p.num_logprobs is not None and t != _BROKEN]
-    if not rows:
-        return {}
-    index = torch.tensor(rows, device=logits_BV.device)
-    logprobs_RV = logits_BV[index].log_softmax(-1)
-    chosen_R1 = torch.tensor([[tokens[row]] for row in rows], device=logits_BV.device)
-    chosen: list[float] = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()
-    most = min(max(params[row].num_logprobs or 0 for row in rows), logits_BV.shape[1])
-    top = logprobs_RV.topk(most, dim=-1)
-    ids, values = top.indices.tolist(), top.values.tolist()
-    return {
-        row: Drawn(
-            tokens[row],
-            chosen[i],
-            tuple(zip(ids[i], values[i], strict=True))[: params[row].num_logprobs],
-        )
-        for i, row in enumerate(rows)
-    }
+def _logprobs(logits_BV: Tensor, params: Sequence[Sampling], tokens_B: Tensor) -> _Logprobs | None:
+    """Log-probabilities for the rows that want them."""
+    wanted = {row: p.num_logprobs for row, p in enumerate(params) if p.num_logprobs is not None}
+    if not wanted:
+        return None
+    rows, nums = list(wanted), list(wanted.values())
+    index_R = _send(rows, torch.int64, logits_BV.device)
+    logprobs_RV = logits_BV[index_R].float().log_softmax(-1)
+    tokens_R = tokens_B[index_R].clamp(min=0)
+    chosen_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
+    top = logprobs_RV.topk(min(max(nums), logits_BV.shape[1]), dim=-1)
+    return _Logprobs(rows, nums, (chosen_R, top.indices, top.values))
 
 
 def _uniform(seed: int, position: int) -> float:

@@ -1,4 +1,4 @@
-"""The same daemon on GPUs: greedy tokens equal transformers' on the same weights in float32."""
+"""The same daemon on GPUs: tokens are those of transformers' logits, same weights, in float32."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 from daemon_kit import serving
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from loongd.model.sampler import sample
+from loongd.wire import Sampling
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
@@ -68,4 +71,34 @@ def test_greedy_tokens_equal_transformers(instances: int, model_dir: Path) -> No
             status, answer = server.post("/v1/completions", {**body, "return_token_ids": True})
             assert status == 200, answer
             assert answer["choices"][0]["token_ids"] == expected[0, length:].tolist(), length
+        server.wait_empty()
+
+
+@pytest.mark.timeout(300)
+def test_seeded_tokens_equal_draws_from_transformers_logits(model_dir: Path) -> None:
+    """Steps are queued behind one another, and each token is drawn where the next step reads it."""
+    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ways = (
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 40, "top_p": 0.9},
+        {"temperature": 1.2, "top_p": 0.8, "min_p": 0.01},
+    )
+    with serving(
+        *("--model", str(model_dir), "--device", "cuda", "--dtype", "float32"),
+        *("--kv-pool-tokens", "3000"),
+    ) as server:
+        for seed, way in enumerate(ways):
+            tokens = [(37 * i + seed) % 1000 for i in range(50)]
+            body = {"prompt": list(tokens), "max_tokens": 40, "seed": seed, **way}
+            status, answer = server.post("/v1/completions", {**body, "return_token_ids": True})
+            assert status == 200, answer
+            for _ in range(40):
+                ids = torch.tensor([tokens], device="cuda")
+                with torch.inference_mode():
+                    logits_1V = model(ids).logits[:, -1].float().cpu()
+                [drawn] = sample(logits_1V, [Sampling(seed=seed, **way)], [len(tokens)])
+                assert drawn.token is not None
+                tokens.append(drawn.token)
+            assert answer["choices"][0]["token_ids"] == tokens[50:], way
         server.wait_empty()
