@@ -6,12 +6,20 @@ triton does not. `split_kv` and `extend` read lengths on the host; the kernels n
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+_FLAG_TIMEOUT_S = 30.0
+_GREEDY_TEMPERATURE = 1e-5
+_DRAWN_ROWS = 32
+"""Rows drawn at once; bounds the memory of float64 probabilities."""
+_CANDIDATES = 1024
+"""Best logits looked at before falling back to the whole vocabulary."""
 
 
 def split_kv(
@@ -24,14 +32,17 @@ def split_kv(
     *,
     scale: float,
     max_q: int = 1,
+    k_ends: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
     tiling: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Few queries a span over the pool; see `kernels.gpu.attend.split_kv`."""
     del max_q, tiling
-    k_ends = cu_k.tolist()
-    q_ends = cu_q.tolist() if cu_q is not None else list(range(len(k_ends)))
-    ranges = zip(pairwise(q_ends), pairwise(k_ends), strict=True)
-    return extend(q_TNH, k_SKH, v_SKH, slots, tuple((*q, *k) for q, k in ranges), scale=scale)
+    begins, ends = (cu_k, k_ends) if k_ends is not None else (cu_k[:-1], cu_k[1:])
+    keys = list(zip(begins.tolist(), ends.tolist(), strict=True))
+    q_ends = cu_q.tolist() if cu_q is not None else list(range(len(keys) + 1))
+    ranges = tuple((*q, *k) for q, k in zip(pairwise(q_ends), keys, strict=True))
+    return extend(q_TNH, k_SKH, v_SKH, slots, ranges, scale=scale, out=out)
 
 
 def extend(
@@ -95,11 +106,14 @@ def store_kv(
     rows_R: Tensor | None = None,
 ) -> None:
     """Write rows of K and V to slots of the pool; see `kernels.gpu.pool.store_kv`."""
-    kept = (slots_R >= 0).nonzero()[:, 0]
-    slots = slots_R[kept].long()
-    rows = rows_R[kept].long() if rows_R is not None else kept
-    k_SKH[slots] = k_TKH[rows]
-    v_SKH[slots] = v_TKH[rows]
+    kept = slots_R >= 0
+    if not bool(kept.all()):
+        rows_R = kept.nonzero()[:, 0] if rows_R is None else rows_R[kept]
+        slots_R = slots_R[kept]
+    if rows_R is not None:
+        k_TKH, v_TKH = k_TKH[rows_R], v_TKH[rows_R]
+    k_SKH.index_copy_(0, slots_R.long(), k_TKH[: len(slots_R)])
+    v_SKH.index_copy_(0, slots_R.long(), v_TKH[: len(slots_R)])
 
 
 def rope_store_kv(
@@ -120,11 +134,19 @@ def rope_store_kv(
 
 
 def apply_rotary(
-    q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    cos_TH: Tensor,
+    sin_TH: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotated queries and keys; see `kernels.elementwise.apply_rotary`."""
     cos_T1H, sin_T1H = cos_TH[:, None], sin_TH[:, None]
-    return _rotate(q_TNH, cos_T1H, sin_T1H), _rotate(k_TKH, cos_T1H, sin_T1H)
+    turned = (_rotate(q_TNH, cos_T1H, sin_T1H), _rotate(k_TKH, cos_T1H, sin_T1H))
+    if out is None:
+        return turned
+    return out[0].copy_(turned[0]), out[1].copy_(turned[1])
 
 
 def _rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
@@ -152,3 +174,156 @@ def best_tokens(logits_BV: Tensor) -> Tensor:
     """Token of the largest logit of each row; see `kernels.gpu.sampling.best_tokens`."""
     best_B, tokens_B = logits_BV.max(dim=-1)  # max propagates NaN
     return torch.where(best_B.isfinite(), tokens_B, -1)
+
+
+def draw_tokens(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    uniform_B: Tensor,
+    *,
+    filtered: bool,
+) -> Tensor:
+    """A drawn token for each row; see `kernels.sampling.draw_tokens`.
+
+    Reads on the host which rows are drawn and whether the best logits hold all that is kept.
+    """
+    tokens_B = best_tokens(logits_BV)
+    parameters = torch.stack((temperature_B, top_k_B, top_p_B, min_p_B, uniform_B))
+    rows = ((tokens_B >= 0) & (temperature_B >= _GREEDY_TEMPERATURE)).nonzero()[:, 0]
+    for first in range(0, len(rows), _DRAWN_ROWS):
+        index = rows[first : first + _DRAWN_ROWS]
+        logits_RV, best_R1 = _rows(logits_BV, index).float(), _rows(tokens_B[:, None], index)
+        part = parameters[:, index].unsqueeze(-1)
+        tokens_B[index] = _draw(logits_RV, logits_RV.gather(1, best_R1), *part, filtered=filtered)
+    return tokens_B
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """These rows, in order; the same tensor when they are all."""
+    return x[index] if len(index) < len(x) else x
+
+
+def _draw(
+    logits_RV: Tensor,
+    best_R1: Tensor,
+    temperature_R1: Tensor,
+    top_k_R1: Tensor,
+    top_p_R1: Tensor,
+    min_p_R1: Tensor,
+    uniform_R1: Tensor,
+    *,
+    filtered: bool,
+) -> Tensor:
+    """The first token whose cumulative mass exceeds `uniform` of the total."""
+    vocab = logits_RV.shape[1]
+    scaled_RV = (logits_RV - best_R1).div_(temperature_R1.float())
+    top_k_R1 = top_k_R1.long()
+    top_k_R1 = torch.where((top_k_R1 > 0) & (top_k_R1 < vocab), top_k_R1, vocab)
+    if filtered:
+        cuts_R = ((top_k_R1 < vocab) | (top_p_R1 < 1.0))[:, 0].nonzero()[:, 0]
+        given = (logits_RV, scaled_RV, temperature_R1, top_k_R1, top_p_R1)
+        cutoff_R1 = torch.full_like(best_R1, -torch.inf)
+        cutoff_R1[cuts_R] = _cutoff(*(_rows(x, cuts_R) for x in given))
+        scaled_RV.masked_fill_(logits_RV < cutoff_R1, -torch.inf)
+    if bool((min_p_R1 > 0).any()):
+        scaled_RV.masked_fill_(scaled_RV < min_p_R1.log(), -torch.inf)
+    mass_RV = scaled_RV.double().exp_().cumsum(-1)
+    target_R1 = uniform_R1 * mass_RV[:, -1:]
+    # right=True steps over tokens of no mass, whose cumulative mass equals their neighbour's
+    return torch.searchsorted(mass_RV, target_R1, right=True)[:, 0]
+
+
+def _cutoff(
+    logits_RV: Tensor,
+    scaled_RV: Tensor,
+    temperature_R1: Tensor,
+    top_k_R1: Tensor,
+    top_p_R1: Tensor,
+) -> Tensor:
+    """The smallest logit (R, 1) that top-k, then top-p over what top-k left, keep.
+
+    Looks at the best `_CANDIDATES` logits first; only when some row needs more, at all of them.
+    """
+    vocab = logits_RV.shape[1]
+    log_total_R1 = scaled_RV.double().logsumexp(-1, keepdim=True)
+    for num in (min(_CANDIDATES, vocab), vocab):
+        values_RC = logits_RV.topk(num, dim=-1).values
+        scaled_RC = (values_RC - values_RC[:, :1]) / temperature_R1.float()
+        kth_R1 = values_RC.gather(1, top_k_R1.clamp(max=num) - 1)
+        kept_RC = values_RC >= torch.where(top_k_R1 < vocab, kth_R1, -torch.inf)
+        mass_RC = (scaled_RC.double() - log_total_R1).exp() * kept_RC
+        cumulative_RC = mass_RC.cumsum(-1)
+        # with top-k on, what top-p shares out is the mass that top-k left
+        total_R1 = torch.where(top_k_R1 < vocab, cumulative_RC[:, -1:], 1.0)
+        wanted_R1 = torch.where(top_p_R1 < 1.0, top_p_R1 * total_R1, torch.inf)
+        kept_RC &= cumulative_RC - mass_RC < wanted_R1
+        kept_RC[:, 0] = True
+        # the last candidate dropped means that the candidates hold everything wanted
+        if num == vocab or not bool(kept_RC[:, -1].any()):
+            break
+    return values_RC.masked_fill(~kept_RC, torch.inf).amin(-1, keepdim=True)
+
+
+def push_counts(num_elements: int) -> int:
+    """What a push adds to the flag; see `kernels.gpu.signal`."""
+    del num_elements
+    return 1
+
+
+def push_rows(source: Tensor, target: Tensor, flag: Tensor) -> None:
+    """Copy rows, then count; see `kernels.gpu.signal.push_rows`."""
+    target.view(-1)[: source.numel()].copy_(source.view(-1))
+    flag.add_(1)
+
+
+def raise_flag(flag: Tensor, count: int = 1) -> None:
+    """Add to a flag; see `kernels.gpu.signal.raise_flag`."""
+    flag.add_(count)
+
+
+def await_flag(flag: Tensor, expected: int = 1) -> None:
+    """Wait for another thread's counts; see `kernels.gpu.signal.await_flag`.
+
+    Raises TimeoutError when they do not come.
+    """
+    give_up_s = time.monotonic() + _FLAG_TIMEOUT_S
+    while int(flag) != expected:
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"flag {int(flag)}, {expected} expected")
+        time.sleep(1e-5)
+    flag.zero_()
+
+
+def most_rows(weight_OD: Tensor, *, gated: bool = False) -> int:
+    """Never: the library's product is best here; see `kernels.gpu.skinny.most_rows`."""
+    del weight_OD, gated
+    return 0
+
+
+def new_tickets(device: torch.device) -> Tensor:
+    """None are needed; see `kernels.gpu.skinny.new_tickets`."""
+    return torch.empty(0, dtype=torch.int32, device=device)
+
+
+def linear_of_few(
+    x_MD: Tensor,
+    weight_OD: Tensor,
+    bias_O: Tensor | None,
+    tickets: Tensor,
+    *,
+    tile: Any = None,
+) -> Tensor:
+    """y = x W^T + b; see `kernels.gpu.skinny.linear_of_few`."""
+    del tickets, tile
+    return functional.linear(x_MD, weight_OD, bias_O)
+
+
+def gated_linear_of_few(
+    x_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, tile: Any = None
+) -> Tensor:
+    """silu of the first half of the product, times the second; see `kernels.gpu.skinny`."""
+    del tile
+    return silu_mul(*functional.linear(x_MD, weight_OD, bias_O).chunk(2, dim=-1))

@@ -31,6 +31,8 @@ from loongd.model.spec import ModelSpec
 INDEX_NAME = "model.safetensors.index.json"
 Fetch = Callable[[str], Tensor]
 """The rank's part of a tensor, by the tensor's name."""
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x_TD, weight_OD, bias_O) -> x W^T + b."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,11 @@ class Projection:
     biases_O: tuple[Tensor | None, ...]
     sizes: tuple[int, ...]
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """Outputs (T, size) in the order of `sizes`; views of one tensor when fused."""
-        outs = tuple(map(linear, (x_TD,) * len(self.weights_OD), self.weights_OD, self.biases_O))
+    def __call__(self, x_TD: Tensor, product: Product | None = None) -> tuple[Tensor, ...]:
+        """Outputs (T, size) in the order of `sizes`; views of one tensor when fused. `product`
+        stands in for torch's `linear`."""
+        inputs_TD = (x_TD,) * len(self.weights_OD)
+        outs = tuple(map(product or linear, inputs_TD, self.weights_OD, self.biases_O))
         if len(outs) == len(self.sizes):
             return outs
         return torch.split_with_sizes(outs[0], self.sizes, dim=-1)

@@ -17,12 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from loongd.kernels.gpu import attend, elementwise, merge, pool, sampling
+from loongd.kernels.gpu import attend, draw, elementwise, merge, pool, sampling, signal, skinny
 
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -49,6 +50,8 @@ def _compile(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwar
     for i, param in enumerate(self.params):
         value = values[param.name]
         kind, divisible = _describe(param.name, value, param.is_constexpr)
+        if param.do_not_specialize:
+            kind, divisible = "i32", False
         signature[param.name] = kind
         if kind == "constexpr":
             constexprs[(i,)] = value
@@ -80,6 +83,7 @@ def _attention(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> 
     slots = torch.zeros(256, dtype=torch.int64)
     cu = torch.tensor([0, 1, 2], dtype=torch.int32)
     attend.split_kv(q[:2], k, k, slots, None, cu, scale=1.0)
+    attend.split_kv(q[:2], k, k, slots.int(), None, cu[:2], k_ends=cu[1:], scale=1.0)
     cu_q = torch.tensor([0, 16, 32], dtype=torch.int32)
     most = attend.MAX_DECODE_ROWS // (heads // kv_heads)
     attend.split_kv(q[:32], k, k, slots, cu_q, cu, scale=1.0, max_q=most)
@@ -104,6 +108,24 @@ def _small(dtype: torch.dtype) -> None:
     state = torch.zeros(3, 32, 128), torch.zeros(3, 32)
     merge.merge_state_(*state, q, state[1])
     sampling.best_tokens(torch.zeros(3, 32000))
+    if dtype != torch.float16:  # as bf16 does, and compiling takes seconds
+        numbers = torch.zeros(5, 4, dtype=torch.float64)
+        for filtered in (False, True):
+            draw.draw_tokens(torch.zeros(4, 128256, dtype=dtype), *numbers, filtered=filtered)
+    flag = torch.zeros(1, dtype=torch.int32)
+    signal.push_rows(q, torch.zeros_like(q), flag)
+    signal.raise_flag(flag)
+    signal.await_flag(flag, signal.push_counts(q.numel()))
+
+
+def _products(dtype: torch.dtype) -> None:
+    x = torch.zeros(64, 4096, dtype=dtype)
+    narrow = torch.zeros(4096, 4096, dtype=dtype)
+    wide = torch.zeros(32000, 4096, dtype=dtype)
+    tickets = skinny.new_tickets(x.device)
+    for rows, weight in ((16, narrow), (32, narrow), (64, wide)):
+        skinny.linear_of_few(x[:rows], weight, None, tickets)
+        skinny.gated_linear_of_few(x[:rows], narrow, None)
 
 
 def main(cases: list[str]) -> None:
@@ -119,6 +141,7 @@ def main(cases: list[str]) -> None:
             _attention(dtype, *map(int, sizes))
         else:
             _small(dtype)
+            _products(dtype)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from kernel_kit import assert_close, make_problem, poisoned
 from torch import Tensor
 
-from loongd.kernels import cudnn, reference, triton_backend
+from loongd.kernels import cudnn, reference
 from loongd.kernels.attention import PoolSlots, Spans
 from loongd.kernels.triton_backend import TritonBackend
 
@@ -36,10 +36,11 @@ def small_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         return reference.extend(q_TNH, k_TKH, v_TKH, None, one, scale=scale, causal=causal)
 
     monkeypatch.setattr(cudnn, "attention", attention)
-    for name in ("LEAST_SQUARE", "LEAST_SQUARE_OF_MANY", "LEAST_QUERIES", "LEAST_KEYS"):
+    for name in ("LEAST_SQUARE", "LEAST_SQUARE_OF_MANY"):
         monkeypatch.setattr(cudnn, name, 64)
     monkeypatch.setattr(cudnn, "_STEP", 64)
-    monkeypatch.setattr(triton_backend, "_GATHERED_TOKENS", 128)
+    monkeypatch.setattr(cudnn, "QUERY_SIZES", (64, 32))
+    monkeypatch.setattr(cudnn, "KEY_SIZES", (128, 64))
     return calls
 
 
@@ -77,9 +78,9 @@ def test_over_pool_long(
 ) -> None:
     """Pieces by cuDNN, odd queries and keys by Triton."""
     backend = TritonBackend(0.125, use_cudnn=True)
-    check_over_pool(backend, device, (70, 100, 3, 65), (33, 300, 40, 64), in_runs=in_runs)
-    pieces = [256] if in_runs else [128, 128]
-    assert small_cudnn == [*((64, keys, False) for keys in pieces), (64, 64, False)]
+    check_over_pool(backend, device, (70, 100, 3, 65), (33, 330, 40, 64), in_runs=in_runs)
+    of_second = [(rows, keys, False) for keys in (128, 128, 64) for rows in (64, 32)]
+    assert small_cudnn == [*of_second, (64, 64, False)]
 
 
 @pytest.mark.parametrize("use_cudnn", [False, True])
@@ -101,6 +102,25 @@ def test_square_causal(
     assert_close(lse, expected[1], FULL)
     long = [(128, 128, True), (64, 64, True)] if max(lens) >= 64 and use_cudnn else []
     assert small_cudnn == long
+
+
+@pytest.mark.parametrize("use_cudnn", [False, True])
+def test_squares_between_rows_that_have_no_partner(
+    device: torch.device, small_cudnn: list[tuple[int, int, bool]], use_cudnn: bool
+) -> None:
+    """Ring blocks: queries without keys and keys without queries lie between the squares."""
+    q_lens, k_lens = (1, 70, 0, 1, 1, 5, 0), (0, 70, 1, 0, 0, 5, 2)
+    p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    k, v = p.k[p.slots], p.v[p.slots]
+    backend = TritonBackend(p.scale, use_cudnn=use_cudnn)
+    with poisoned():
+        out, lse = backend.square_causal(p.q, k, v, Spans(q_lens, k_lens, device))
+    doubled = (x.double().cpu() for x in (p.q, k, v))
+    expected = reference.extend(*doubled, None, p.ranges, scale=p.scale, causal=True)
+    assert_close(out, expected[0], FULL)
+    assert_close(lse, expected[1], FULL)
+    assert torch.isneginf(lse[[0, 71, 72]]).all()
+    assert small_cudnn == ([(64, 64, True)] if use_cudnn else [])
 
 
 def test_square_in_the_type_of_queries(
@@ -126,11 +146,24 @@ def test_names() -> None:
     assert TritonBackend(1.0, use_cudnn=True).name == "triton+cudnn"
 
 
+@pytest.mark.parametrize("sizes", [cudnn.QUERY_SIZES, cudnn.KEY_SIZES], ids=str)
+@pytest.mark.parametrize("length", [0, 1, 511, 512, 2047, 2048, 12_288, 64_000, 1_048_575])
+def test_pieces_cover_all_but_a_small_rest(length: int, sizes: tuple[int, ...]) -> None:
+    found = cudnn.pieces(length, sizes)
+    assert set(found) <= set(sizes)
+    assert 0 <= length - sum(found) < sizes[-1]
+    assert found == sorted(found, reverse=True)
+    assert all(found.count(size) < 4 for size in sizes[1:]), "few merges beside the largest"
+
+
 def test_planned_lengths_are_few() -> None:
-    """At most 32 an octave, none above the length or 128 tokens and 1/32 below it."""
-    planned = {cudnn.aligned(n, 1024) for n in range(1024, 32768)}
-    assert len(planned) == 8 + 16 + 3 * 32
-    for n in range(1024, 40000, 7):
-        assert n - max(128, n / 32) < cudnn.aligned(n, 1024) <= n
+    """At most 8 an octave and as many less one; none above the length or an eighth below it."""
+    planned = {cudnn.aligned(n, 1024) for n in range(1024, 32769)}
+    squares = 4 + 4 * 8 + 1
+    shorter = 3 * 8 + 1
+    assert len(planned) == squares + shorter
+    assert cudnn.aligned(16383, 1024) == 16383
+    for n in range(1024, 131072, 37):
+        assert n - max(256, n / 8) < cudnn.aligned(n, 1024) <= n
     assert cudnn.aligned(1023, 1024) == 0
-    assert cudnn.aligned(100_003, 2048) == 100_003
+    assert cudnn.aligned(200_003, 2048) == 200_003

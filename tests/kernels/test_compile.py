@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+# compiling is minutes of work where cores are few
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED_BYTES = {80: 166_912, 90: 232_448}
 """Most shared memory of one program."""
@@ -26,9 +28,17 @@ KERNELS = {
     "silu_mul_rows",
     "rotate_and_store",
     "scatter_rows",
+    "push_block",
+    "add_to_flag",
+    "wait_for_flag",
     "merge_rows",
-    "best_of_block",
+    "best_of_part",
     "best_of_row",
+    "guess_bound",
+    "weigh_part",
+    "draw_unfiltered",
+    "draw_filtered",
+    "product_of_few",
 }
 
 

@@ -8,7 +8,7 @@ from kernel_kit import TOLERANCE, assert_close, poisoned
 from torch import Tensor
 
 from loongd.kernels import reference
-from loongd.kernels.gpu import elementwise, merge, pool, sampling
+from loongd.kernels.gpu import draw, elementwise, merge, pool, sampling
 
 DTYPES = [torch.float32, torch.float16]
 EPS = 1e-5
@@ -102,6 +102,9 @@ def test_rope(
         turned = pool.apply_rotary(q, k, cos, sin)
     for got, wanted in zip(turned, expected, strict=True):
         assert_close(got, wanted, dtype)
+    wide = [x.new_zeros(4, x.shape[1], 2 * head_dim)[..., head_dim:] for x in (q, k)]
+    pool.apply_rotary(q, k, cos, sin, out=(wide[0], wide[1]))
+    assert all(map(torch.equal, wide, turned))
     pools = [torch.full((8, kv, head_dim), torch.nan, dtype=dtype, device=device) for _ in "kv"]
     pool.rope_store_kv(q, k, v, cos, sin, slots, *pools)
     assert torch.equal(q, turned[0])
@@ -125,12 +128,21 @@ def test_best_tokens(device: torch.device) -> None:
     assert torch.equal(got, reference.best_tokens(logits))
 
 
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 32001), (700, 33), (300, 4100)], ids=str)
+def test_best_tokens_of_many_shapes(device: torch.device, rows: int, vocab: int) -> None:
+    """Few and many parts a row, vocabularies that no block divides, rows with gaps, and ties."""
+    logits = random(rows, vocab + 7, dtype=torch.float32, device=device).mul(4).round()[:, :vocab]
+    first_of_equals = torch.tensor([row.index(max(row)) for row in logits.tolist()])
+    assert torch.equal(sampling.best_tokens(logits).cpu(), first_of_equals)
+
+
 def test_every_kernel_has_a_twin() -> None:
     for module, names in (
         (elementwise, ("rms_norm", "add_rms_norm", "silu_mul")),
         (pool, ("store_kv", "rope_store_kv", "apply_rotary")),
         (merge, ("merge_state_",)),
         (sampling, ("best_tokens",)),
+        (draw, ("draw_tokens",)),
     ):
         for name in names:
             ours, twin = getattr(module, name), getattr(reference, name)
