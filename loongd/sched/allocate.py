@@ -137,11 +137,8 @@ class Allocate:
         moved = [r for r in self.batch(source) if source in r.holders]
         num_tokens = sum(self._view.tokens_on(r, source) for r in moved)
         cost_s = self._sib.migrate_s(num_tokens)
-        lengths = [(request.kv_tokens, request.left_tokens)]
-        gain_s = self._sib.prefill_s(max(1, dop), lengths)
-        if dop:
-            gain_s -= self._sib.prefill_s(dop + 1, lengths)
-        if gain_s <= LEAST_RETURN * cost_s or cost_s > self._view.limits.max_prefill_wait_s:
+        gain_s = self._gain_s(request, dop)
+        if not self._pays(gain_s, cost_s):
             return None
         needed = num_tokens + sum(r.growth_tokens for r in moved if r.master == source)
         targets = [i for i in draft.component_of if self._can_take(i, source, needed)]
@@ -154,6 +151,25 @@ class Allocate:
             f"({request.left_tokens:,} tokens left) gains {gain_s:.3f} s from instance {source}"
         )
         return Move(StartMigrate(source, target, tuple(moved), reason), (source, target))
+
+    def stays(self, instance: int, request: Request, dop: int) -> bool:
+        """Its decoding requests, more tokens of them too, would not be moved for `request`."""
+        targets = self._draft.free.keys() - self.pinned - {instance}
+        if instance in self.pinned or not targets:
+            return True
+        moved = (r for r in self.batch(instance) if instance in r.holders)
+        cost_s = self._sib.migrate_s(sum(self._view.tokens_on(r, instance) for r in moved))
+        return not self._pays(self._gain_s(request, dop), cost_s)
+
+    def _gain_s(self, request: Request, dop: int) -> float:
+        """What one more instance than `dop` saves a prefill."""
+        lengths = [(request.kv_tokens, request.left_tokens)]
+        gain_s = self._sib.prefill_s(max(1, dop), lengths)
+        return gain_s - self._sib.prefill_s(dop + 1, lengths) if dop else gain_s
+
+    def _pays(self, gain_s: float, cost_s: float) -> bool:
+        bound_s = self._view.limits.max_prefill_wait_s
+        return gain_s > LEAST_RETURN * cost_s and cost_s <= bound_s
 
     def consolidate(self, avoid: set[int]) -> Move | None:
         """Draw a decode group together when its own speed pays for the move.

@@ -2,40 +2,101 @@
 
 Knows: the arithmetic of chunks, from the SIB. Does not know: who waits, where anything is.
 
-A chunk is the most tokens whose step is predicted to take no more than the bound; what is left is
-dealt into equal chunks, so that no tiny one remains. Each chunk costs the step's fixed time again;
-where that would be more than half of the bound, the chunk is as long as twice the fixed time.
+A chunk is predicted to take the bound at most. Each one costs the step's fixed time again
+(launches, exchanges, and the host's work around it); where that would be more than
+`OVERHEAD_SHARE` of the chunk, the chunk is longer, and others wait so much longer: a prompt never
+loses more than this share to being cut while nobody else waits.
+
+Lengths are rounded to a few sizes, the same for every prompt: GPU libraries plan for each pair of
+lengths (45 to 80 ms with cuDNN, once), and equal parts keep the group's members in step. The last
+chunk takes what is left.
 """
 
 from __future__ import annotations
 
-from math import sqrt
+from math import ceil, sqrt
 
+from loongd.sched.policy import Limits
 from loongd.sched.sib import Coefficients, Sib
 
+OVERHEAD_SHARE = 0.05
+HOST_S = 0.003
+"""Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
+slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
+SIZES_PER_OCTAVE = 4
 
-def largest_chunk(coefficients: Coefficients, *, cached: int, bound_s: float) -> int:
-    """The most new tokens after `cached` ones in a step of `bound_s` seconds; at least 1."""
-    fixed_s = coefficients.alpha_s + coefficients.item_s
-    free_s = max(bound_s, 2 * fixed_s, coefficients.floor_s) - fixed_s
+
+def overhead_s(coefficients: Coefficients) -> float:
+    """What one more chunk adds to a prefill."""
+    return coefficients.alpha_s + coefficients.item_s + HOST_S
+
+
+def least_s(coefficients: Coefficients) -> float:
+    """The shortest chunk, in seconds, that loses no more than its share to the overhead."""
+    return max(overhead_s(coefficients) / OVERHEAD_SHARE, coefficients.floor_s)
+
+
+def largest_within(coefficients: Coefficients, *, cached: int, time_s: float) -> int:
+    """The most new tokens after `cached` ones in a step of `time_s` seconds; at least 1."""
+    free_s = max(0.0, time_s - coefficients.alpha_s - coefficients.item_s)
     linear, square = coefficients.beta_s + 2 * coefficients.gamma_s * cached, coefficients.gamma_s
     if square == 0.0:
         most = free_s / linear if linear > 0.0 else float(1 << 40)
     else:
         # The root of square * n^2 + linear * n = free, in the form that loses no digits.
-        most = 2 * free_s / (linear + sqrt(linear * linear + 4 * square * free_s))
+        root = linear + sqrt(linear * linear + 4 * square * free_s)
+        most = 2 * free_s / root if root > 0.0 else 0.0
     return max(1, int(most))
 
 
-def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, bound_s: float) -> int:
-    """New tokens of the next chunk of a prefill that has `left` tokens to go."""
-    most = largest_chunk(sib.prefill_coefficients(dop), cached=cached, bound_s=bound_s)
-    return -(-left // -(-left // most))
-
-
-def left_s(sib: Sib, dop: int, *, cached: int, left: int, bound_s: float) -> float:
-    """Predicted seconds until a prefill is done on `dop` instances alone, in chunks."""
-    coefficients = sib.prefill_coefficients(dop)
-    once_s = coefficients.time_s([(cached, left)])
+def longest_short(coefficients: Coefficients, bound_s: float) -> int:
+    """The longest prompt that one instance computes within the bound, or in twice its fixed time
+    where that is longer."""
     fixed_s = coefficients.alpha_s + coefficients.item_s
-    return once_s + fixed_s * int(once_s / max(bound_s, 2 * fixed_s, 1e-9))
+    time_s = max(bound_s, 2 * fixed_s, coefficients.floor_s)
+    return largest_within(coefficients, cached=0, time_s=time_s)
+
+
+def aligned_down(most: int, dop: int) -> int:
+    """The largest size that is not above `most`: each member computes the same number of tokens,
+    one of `SIZES_PER_OCTAVE` in each octave. `most` itself when it is below `dop`."""
+    each = most // dop
+    return (each - each % _step(each)) * dop or most
+
+
+def aligned_up(least: int, dop: int) -> int:
+    """The smallest size that is not below `least`."""
+    each = -(-least // dop)
+    return -(-each // _step(each)) * _step(each) * dop
+
+
+def _step(each: int) -> int:
+    return max(1, (1 << max(0, each.bit_length() - 1)) // SIZES_PER_OCTAVE)
+
+
+def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> int:
+    """New tokens of the next chunk of a prefill that has `left` tokens to go."""
+    coefficients = sib.prefill_coefficients(dop)
+    least = largest_within(coefficients, cached=cached, time_s=least_s(coefficients))
+    within = largest_within(coefficients, cached=cached, time_s=limits.max_prefill_wait_s)
+    most = max(aligned_down(within, dop), aligned_up(least, dop))
+    return fit_chunk(min(max(most, within), limits.max_step_tokens * dop), dop, left=left)
+
+
+def fit_chunk(most: int, dop: int, *, left: int) -> int:
+    """All that is `left` when a step may take so many; else an aligned chunk of at most `most`."""
+    return left if left <= most else aligned_down(most, dop)
+
+
+def left_s(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> float:
+    """Predicted seconds until a prefill is done on `dop` instances alone, in chunks.
+
+    Counts them as if all took as long as the next one.
+    """
+    coefficients = sib.prefill_coefficients(dop)
+    once_s = sib.prefill_s(dop, [(cached, left)])
+    chunk = next_chunk(sib, dop, cached=cached, left=left, limits=limits)
+    if chunk == left:
+        return once_s
+    num_chunks = ceil(once_s / max(1e-9, sib.prefill_s(dop, [(cached, chunk)])))
+    return once_s + (coefficients.alpha_s + coefficients.item_s) * (num_chunks - 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from loongd.sched.admission import never_fits
-from loongd.sched.chunks import largest_chunk
+from loongd.sched.chunks import longest_short
 from loongd.sched.draft import Draft
 from loongd.sched.policy import GiveUp, View
 from loongd.sched.request import Request
@@ -28,7 +28,7 @@ from loongd.sched.sib import Sib
 # How far behind the head requests are looked at in one round, and how many are taken from there.
 MAX_DEPTH = 256
 MAX_SHORTS = 64
-MAX_LONGS = 8
+MAX_LONGS = 128
 # The batch leaves the memory-bound regime when its fixed time is less than this share.
 FIXED_SHARE = 0.1
 URGENT_WAITS = 10
@@ -53,14 +53,19 @@ class Dispatch:
         self._sib = sib
         self._bound_s = view.limits.max_prefill_wait_s
         self._costs = sib.prefill_coefficients(1)
-        largest = largest_chunk(self._costs, cached=0, bound_s=self._bound_s)
+        largest = longest_short(self._costs, self._bound_s)
         most_room = max((draft.room(i) for i in draft.free), default=0)
-        self._short_tokens = min(largest, most_room)
+        self._short_tokens = min(largest, most_room, view.limits.max_step_tokens)
 
     # ---- admission -----------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Go through the queue as far as anything there may start."""
+        """Go through the queue as far as anything there may start.
+
+        Of long prompts one starts at a time. The oldest counts as admitted, so that nobody takes
+        its room; each other is a candidate when it fits beside those before it that count, and
+        `fit_now` is asked again when it starts.
+        """
         draft, limits = self._draft, self._view.limits
         committed, num_running = draft.committed, draft.num_running
         slack = 0
@@ -77,12 +82,16 @@ class Dispatch:
             if self.blocked is None and committed + request.committed_tokens > draft.total_slots:
                 self.blocked = request
                 slack = draft.total_slots - request.committed_tokens - self._younger(request)
-            elif self._passes(request, committed, slack) and self._add(request):
+            elif (
+                self._passes(request, committed, slack)
+                and self._add(request)
+                and request in (*self.shorts[-1:], *self.longs[:1])
+            ):
+                num_behind += request is not head
                 committed += request.committed_tokens
                 slack -= request.committed_tokens
                 num_running += 1
-                num_behind += request is not head
-            if len(self.shorts) == MAX_SHORTS and self.longs:
+            if len(self.shorts) == MAX_SHORTS and len(self.longs) == MAX_LONGS:
                 return
 
     def _can_fit(self, request: Request) -> bool:
@@ -92,6 +101,13 @@ class Dispatch:
             self.give_ups.append(give_up)
             return False
         return request.committed_tokens <= self._draft.total_slots
+
+    def fit_now(self, *requests: Request) -> bool:
+        """They are admitted beside all that runs or starts in this round."""
+        draft = self._draft
+        committed = draft.committed + sum(request.committed_tokens for request in requests)
+        num_running = draft.num_running + len(requests)
+        return committed <= draft.total_slots and num_running <= self._view.limits.max_num_seqs
 
     def _younger(self, head: Request) -> int:
         """What running requests that are younger than `head` may grow to."""

@@ -18,10 +18,9 @@ from loongd.sched.allocate import Allocate
 from loongd.sched.chunks import left_s, next_chunk
 from loongd.sched.dispatch import Dispatch
 from loongd.sched.draft import Draft
-from loongd.sched.placement import place
 from loongd.sched.policy import Hold, Placed, StartMigrate, StartPrefill, View
-from loongd.sched.prefilling import choose_master, describe_kept
-from loongd.sched.request import Phase, Request
+from loongd.sched.prefilling import describe_kept, describe_part, find_keepers, put_chunk
+from loongd.sched.request import Request
 from loongd.sched.sib import Sib
 from loongd.sched.words import name_instances
 
@@ -53,10 +52,12 @@ class ElasticPrefill:
     @property
     def first(self) -> Request | None:
         """The waiting long prompt that is next, if it goes before all unfinished ones."""
-        if self._first is None or not self._unfinished:
-            return self._first
+        if self._first is None or not self._dispatch.fit_now(self._first):
+            return None
         rank = self._dispatch.rank
-        return self._first if rank(self._first) < rank(self._unfinished[0]) else None
+        if self._unfinished and rank(self._unfinished[0]) <= rank(self._first):
+            return None
+        return self._first
 
     def start_urgent(self) -> None:
         """Start a prompt that was passed for long enough, or hold an instance for it."""
@@ -122,19 +123,33 @@ class ElasticPrefill:
             if request.between_chunks:
                 self._go_on(request)
         is_running = any(request.step_id is not None for request in self._unfinished)
-        if self._first is not None and not is_running:
-            self._start_on_empty(self._first)
+        first = self._first
+        if first is not None and not is_running and self._dispatch.fit_now(first):
+            self._start_on_empty(first)
 
     def move_away(self) -> None:
         """Let the best unfinished prefill have another instance for its next chunk, if it pays."""
         if not self._unfinished or self.migrations:
             return
+        self._move_away(self._unfinished[0], self._next_dop())
+
+    def is_settled(self) -> bool:
+        """Nothing would be done for an unfinished prefill until one of their steps ends."""
+        if not self._unfinished:
+            return True
+        if any(request.between_chunks for request in self._unfinished):
+            return False
+        best, dop = self._unfinished[0], self._next_dop()
+        return all(self._allocate.stays(i, best, dop) for i in self._draft.component_of)
+
+    def _next_dop(self) -> int:
+        """Instances that the best unfinished prefill has, or may have for its next chunk."""
         best = self._unfinished[0]
         group = set(best.holders) | set(self._allocate.empty())
         if best.step_id is not None and best.master is not None:
             step = self._view.instances[best.master].step
             group |= set(step.members) if step is not None else set()
-        self._move_away(best, len(group))
+        return len(group)
 
     def _move_away(self, request: Request, dop: int) -> bool:
         """Move a decode group's KV now, or hold both instances until they are idle."""
@@ -169,64 +184,43 @@ class ElasticPrefill:
         self._start(request, keepers=keepers, group=group)
 
     def _keepers(self, request: Request) -> list[int] | None:
-        """Its holders, and one more at a time while they lack room for the next chunk."""
-        draft = self._draft
-        draft.forget_reservation(request)
+        """Its holders, and others while they lack room for the next chunk."""
+        draft, allocate = self._draft, self._allocate
         wanted = next_chunk(
             self._sib,
             len(request.holders),
             cached=request.kv_tokens,
             left=request.left_tokens,
-            bound_s=self._bound_s,
+            limits=self._view.limits,
         )
-        keepers = list(request.holders)
-        pinned = self._allocate.pinned
-        for space in (draft.room, draft.free.__getitem__):
-            others = sorted(
-                (i for i in draft.free if i not in keepers and space(i) > 0),
-                key=lambda i: (i in pinned, not self._allocate.is_open(i), -draft.room(i), i),
-            )
-            while others and sum(max(0, space(i)) for i in keepers) < wanted:
-                keepers.append(others.pop(0))
-            if any(space(i) > 0 for i in keepers):
-                break
-        draft.restore_reservation(request)
-        return keepers if any(draft.free[i] > 0 for i in keepers) else None
+        return find_keepers(
+            draft,
+            request,
+            wanted,
+            rank=lambda i: (i in allocate.pinned, not allocate.is_open(i), -draft.room(i), i),
+        )
 
     # ---- one chunk -----------------------------------------------------------------------------
 
     def _start(self, request: Request, *, keepers: Sequence[int], group: Sequence[int]) -> None:
-        draft, dop = self._draft, len(group)
-        cached, left = request.kv_tokens, request.left_tokens
-        is_new = request.phase is Phase.WAITING
-        if not is_new:
-            draft.forget_reservation(request)
-        room = sum(max(0, draft.room(i)) for i in keepers) or sum(draft.free[i] for i in keepers)
-        chunk = min(
-            next_chunk(self._sib, dop, cached=cached, left=left, bound_s=self._bound_s), room
-        )
-        later = left - chunk + request.growth_tokens
-        keep = place(chunk, later, keepers, free=draft.free, reserved=draft.reserved)
-        placed = Placed(request, keep, choose_master(draft, keep))
-        if is_new:
-            draft.admit(placed)
-        else:
-            draft.keep(placed)
-        draft.idle -= set(group)
+        dop, cached, left = len(group), request.kv_tokens, request.left_tokens
+        most = next_chunk(self._sib, dop, cached=cached, left=left, limits=self._view.limits)
+        placed = put_chunk(self._draft, request, keepers, dop=dop, most=most)
+        self._draft.idle -= set(group)
         members = tuple(sorted(group))
         reason = self._explain(placed, members, cached=cached, left=left)
         self.started.append(StartPrefill(members, (placed,), reason))
 
     def _explain(self, placed: Placed, members: tuple[int, ...], *, cached: int, left: int) -> str:
         request, num_tokens, dop = placed.request, placed.num_tokens, len(members)
-        chunk_s = self._sib.prefill_s(dop, [(cached, num_tokens)])
-        all_s = left_s(self._sib, dop, cached=cached, left=left, bound_s=self._bound_s)
+        what = f"prefill {describe_part(placed)}"
+        step_s = self._sib.prefill_s(dop, [(cached, num_tokens)])
+        all_s = left_s(self._sib, dop, cached=cached, left=left, limits=self._view.limits)
         where = f"of {request.request_id} on {name_instances(members)} (DoP {dop})"
         kept = describe_kept([placed])
         if num_tokens == left and not cached:
-            return f"prefill {num_tokens:,} tokens {where}, predicted {chunk_s:.3f} s; {kept}"
+            return f"{what} {where}, predicted {step_s:.3f} s; {kept}"
         return (
-            f"prefill tokens {cached:,} to {cached + num_tokens:,} of {request.num_tokens:,} "
-            f"{where}, predicted {chunk_s:.3f} s of {all_s:.3f} s left, so that others wait at "
-            f"most {self._bound_s:g} s; {kept}"
+            f"{what} {where}, predicted {step_s:.3f} s of {all_s:.3f} s left, so that others get "
+            f"in between; {kept}"
         )

@@ -19,6 +19,10 @@ from loongd.sched.words import plural
 
 # The queue is added up request by request as far as this, then by its mean.
 MAX_DEPTH = 256
+# A prediction is rough beyond so many times the work that was ever measured.
+FAR = 16.0
+# A step is never taken to be nearer to its end than this share of its time so far or predicted.
+OVERDUE_SHARE = 0.1
 # No client can have this id: ids of real requests have no blanks.
 PROMPT_ID = "this prompt"
 LAST_ORDER = 1 << 62
@@ -26,19 +30,33 @@ LAST_ORDER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """TTFT is `queue_s + prefill_s`; `members` is empty when the prompt would wait."""
+    """TTFT is `queue_s + prefill_s`; `members` is empty when the prompt would wait.
+
+    `rough`: the times come from no measurement of these workers, or from far outside its range.
+    """
 
     dop: int
     members: tuple[int, ...]
     queue_s: float
     prefill_s: float
     reason: str
+    rough: bool = False
 
 
 def predict(
     policy: Policy, sib: Sib, view: View, prompt_tokens: int, max_tokens: int
 ) -> Prediction:
     """Ask `policy` about a prompt at the end of the queue; nothing is changed."""
+    found = _ask(policy, sib, view, prompt_tokens, max_tokens)
+    rough = found.dop > 0 and _is_rough(sib, found.dop, prompt_tokens)
+    return replace(found, rough=rough)
+
+
+def _is_rough(sib: Sib, dop: int, num_tokens: int) -> bool:
+    return not sib.profile.measured or sib.prefill_reach(dop, [(0, num_tokens)]) > FAR
+
+
+def _ask(policy: Policy, sib: Sib, view: View, prompt_tokens: int, max_tokens: int) -> Prediction:
     request = Request(
         request_id=PROMPT_ID,
         order=LAST_ORDER,
@@ -108,12 +126,11 @@ def _ahead(sib: Sib, view: View, request: Request, *, is_short: bool) -> tuple[f
 
 
 def _alone_s(sib: Sib, view: View, dop: int, num_tokens: int) -> float:
-    bound_s = view.limits.max_prefill_wait_s
-    return left_s(sib, dop, cached=0, left=num_tokens, bound_s=bound_s)
+    return left_s(sib, dop, cached=0, left=num_tokens, limits=view.limits)
 
 
 def _left_of(sib: Sib, step: Step, now: float) -> float:
-    """Predicted seconds until a step ends."""
+    """Predicted seconds until a step ends; one that is overdue does not end at once."""
     match step.plan:
         case PrefillPlan(items=prefills):
             lengths = [(item.start, item.num_tokens) for item in prefills]
@@ -127,4 +144,5 @@ def _left_of(sib: Sib, step: Step, now: float) -> float:
             )
         case plan:
             time_s = sib.migrate_s(plan.num_tokens)
-    return max(0.0, time_s - (now - step.started_s))
+    spent_s = now - step.started_s
+    return max(time_s - spent_s, OVERDUE_SHARE * max(time_s, spent_s))

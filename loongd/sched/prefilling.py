@@ -1,17 +1,19 @@
-"""Putting a prompt on a group: where its KV is kept and who masters it afterwards.
+"""Putting a prompt, or a part of it, on a group: where its KV is kept and who masters it later.
 
-Knows: proactive scale-down (`sched.placement`) on a draft, and the words for it.
-Does not know: why these requests and these instances.
+Knows: proactive scale-down (`sched.placement`) on a draft, which instances a prompt between two
+chunks needs, and the words for it. Does not know: why these requests and these instances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from loongd.sched.chunks import fit_chunk
 from loongd.sched.draft import Draft
 from loongd.sched.placement import place
 from loongd.sched.policy import Placed
-from loongd.sched.request import Request
+from loongd.sched.request import Phase, Request
 from loongd.sched.words import name_instances
 
 
@@ -29,6 +31,49 @@ def put(draft: Draft, request: Request, members: Sequence[int]) -> Placed:
     return placed
 
 
+def put_chunk(
+    draft: Draft, request: Request, keepers: Sequence[int], *, dop: int, most: int
+) -> Placed:
+    """Keep the next part of a prompt on the fewest of `keepers`, and count it.
+
+    The part is what is left, or an aligned chunk of a group of `dop`: at most `most` tokens, and
+    what the keepers, which must have a free slot, have room for.
+    """
+    is_new = request.phase is Phase.WAITING
+    if not is_new:
+        draft.forget_reservation(request)
+    room = sum(max(0, draft.room(i)) for i in keepers) or sum(draft.free[i] for i in keepers)
+    chunk = fit_chunk(min(most, room), dop, left=request.left_tokens)
+    later = request.left_tokens - chunk + request.growth_tokens
+    keep = place(chunk, later, keepers, free=draft.free, reserved=draft.reserved)
+    placed = Placed(request, keep, choose_master(draft, keep))
+    if is_new:
+        draft.admit(placed)
+    else:
+        draft.keep(placed)
+    return placed
+
+
+def find_keepers(
+    draft: Draft, request: Request, wanted: int, *, rank: Callable[[int], Any]
+) -> list[int] | None:
+    """The holders of a prompt between two chunks, and others while `wanted` tokens lack room.
+
+    One more at a time, least `rank` first; slots that others count on only when no keeper has
+    any other. None when the whole pool has no free slot for it.
+    """
+    draft.forget_reservation(request)
+    keepers = list(request.holders)
+    for space in (draft.room, draft.free.__getitem__):
+        others = sorted((i for i in draft.free if i not in keepers and space(i) > 0), key=rank)
+        while others and sum(max(0, space(i)) for i in keepers) < wanted:
+            keepers.append(others.pop(0))
+        if any(space(i) > 0 for i in keepers):
+            break
+    draft.restore_reservation(request)
+    return keepers if any(draft.free[i] > 0 for i in keepers) else None
+
+
 def choose_master(draft: Draft, keep: Sequence[tuple[int, int]]) -> int:
     """The keeper with most room left."""
     kept = dict(keep)
@@ -44,3 +89,11 @@ def describe_kept(items: Iterable[Placed]) -> str:
     if len(kept) == 1:
         return f"keep all on {name_instances(kept)}"
     return "keep " + ", ".join(f"{num_tokens:,} on {i}" for i, num_tokens in kept.items())
+
+
+def describe_part(placed: Placed) -> str:
+    """Which tokens of the prompt: `1,200 tokens`, or `tokens 0 to 1,024 of 1,200`."""
+    request, start, count = placed.request, placed.request.kv_tokens, placed.num_tokens
+    if count == request.num_tokens:
+        return f"{count:,} tokens"
+    return f"tokens {start:,} to {start + count:,} of {request.num_tokens:,}"

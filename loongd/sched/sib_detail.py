@@ -6,13 +6,14 @@ hold so that no prediction falls when work is added. Does not know: how they are
 
 Prefill, for one degree of parallelism. A step is launched by the host and computed by the device,
 at the same time; the slower one counts:
-    host = step + item * requests + chunk * chunks
+    host = step + item * requests + chunk * chunks + long * long chunks
     device = step + item * requests + many * [requests > 1] + chunk * chunks
              + chunk_token * sum(new of chunks) + cached * sum(cached) + rows(sum(new))
              + square * sum(new^2) + cross * sum(2 * cached * new)
     T = max(host, device)
 A chunk is a request with cached tokens: its queries travel, so it costs more than a fresh prompt
-of its length; and few queries take as long as reading what they attend to, hence `cached`. `rows`
+of its length; and few queries take as long as reading what they attend to, hence `cached`. A long
+chunk is one whose attention the kernels cut into pieces, each with launches of its own. `rows`
 is what the linear layers take for so many rows: linear between measured points, for products of
 matrices have a best size.
 
@@ -49,12 +50,29 @@ def _place(row: tuple[int, float]) -> int:
     return row[0]
 
 
+LONG_NEW_TOKENS = 512
+LONG_CACHED_TOKENS = 2048
+"""New and cached tokens of each member from which a chunk is long."""
+
+
 class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the host needs to launch a prefill step, in seconds."""
+    """What the host needs to launch a prefill step, in seconds; a chunk that is long by both
+    numbers of tokens (of the whole group) costs `long_s` more."""
 
     step_s: float
     item_s: float
     chunk_s: float
+    long_s: float = 0.0
+    long_new_tokens: int = LONG_NEW_TOKENS
+    long_cached_tokens: int = LONG_CACHED_TOKENS
+
+    def time_s(self, items: Sequence[tuple[int, int]]) -> float:
+        """Seconds to launch a step; `items` are (cached, new) tokens."""
+        chunks = long = 0
+        for cached, new in items:
+            chunks += cached > 0
+            long += new >= self.long_new_tokens and cached >= self.long_cached_tokens
+        return self.step_s + self.item_s * len(items) + self.chunk_s * chunks + self.long_s * long
 
 
 class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,10 +113,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
             + self.square_s * square
             + self.cross_s * cross
         )
-        host = self.host
-        if host is None:
-            return device_s
-        return max(device_s, host.step_s + host.item_s * len(items) + host.chunk_s * chunks)
+        return device_s if self.host is None else max(device_s, self.host.time_s(items))
 
     def fault(self) -> str:
         """What makes a prediction fall when work is added; empty when nothing does."""

@@ -4,6 +4,10 @@ Knows: how a step is told to be bound by its host or by its device, how a table 
 noisy times without following the noise, and how a grid with holes is filled. Does not know: how
 the times were measured.
 
+Launch-bound steps are small ones, measured by themselves after all others, for hosts were seen to
+need 15 % less once a profile was over. So they alone tell the host's costs, and what other steps
+near that bound took is left out.
+
 A detail is kept only where it makes the squared relative errors much smaller than the formula's.
 """
 
@@ -17,7 +21,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loongd.sched.sib_detail import DecodeGrid, HostCosts, PrefillDetail, Table
+from loongd.sched.sib_detail import (
+    LONG_CACHED_TOKENS,
+    LONG_NEW_TOKENS,
+    DecodeGrid,
+    HostCosts,
+    PrefillDetail,
+    Table,
+)
 from loongd.sched.sib_fit import (
     DecodePoint,
     Floats,
@@ -33,10 +44,11 @@ from loongd.sched.sib_profile import DecodeFit, PrefillFit
 _MUST_SAVE = 0.7
 _LEAST_POINTS = 12
 _LEAST_BATCHES = 5
-_ROUNDS = 6
-"""Rounds in which points change between host and device; most settle in two."""
-_LEAST_HELD = 3
-"""Fewer points than this are not taken for a regime of their own."""
+_LEAST_LAUNCHES = 4
+"""Fewer small steps tell nothing of the host."""
+_CLEAR = 1.3
+"""A step that took so many times what its host needs when warm was bound by the device; a host that
+was not warm yet has been seen to need 1.2 times."""
 _KNOT_RATIO = 1.6
 """Each row of a table has so many times the tokens of the one before."""
 _SMOOTHNESS = 0.05
@@ -45,29 +57,29 @@ _USUAL = 16
 """A chunk of a long prefill is more than one of so many parts of what came before it."""
 _FIXED = 8
 """Columns of `_device_features`."""
+_LAUNCHED = slice(1, 4)
+"""Those that count requests and chunks: beside a host, whose launches these costs are, they would
+only take up what it was slower by while larger steps were measured."""
 
 
-def fit_measured(dop: int, points: Sequence[PrefillPoint]) -> PrefillFit:
-    """The formula and, where it is called for, the detail of a profile's points.
+def fit_measured(
+    dop: int, points: Sequence[PrefillPoint], launches: Sequence[PrefillPoint] = ()
+) -> PrefillFit:
+    """The formula and, where it is called for, the detail of a profile's points; `launches` are
+    small steps, which on a GPU its host holds up.
 
-    The formula is of prompts and of chunks as a prefill has them; short chunks over much KV, which
-    take as long as reading it, are left to the detail.
+    LoongServe's formula (section 5.2) has one line for all lengths; see `sched.sib_detail`. Here it
+    is of prompts and of chunks as a prefill has them; short chunks over much KV, which take as long
+    as reading it, are left to the detail. Fewer than twelve points get no detail.
     """
-    usual = [p for p in points if all(_USUAL * new >= cached for cached, new in p.items)]
-    return refine_prefill(fit_prefill(dop, usual), points)
-
-
-def refine_prefill(fit: PrefillFit, points: Sequence[PrefillPoint]) -> PrefillFit:
-    """`fit` with a detail where the points of its dop, measured at least twelve times, call for it.
-
-    LoongServe's formula (section 5.2) has one line for all lengths; see `sched.sib_detail`.
-    """
-    if len(points) < _LEAST_POINTS:
+    detail, trusted = _prefill_detail(dop, points, launches)
+    usual = [p for p in trusted if all(_USUAL * new >= cached for cached, new in p.items)]
+    fit = fit_prefill(dop, usual)
+    if len(trusted) < _LEAST_POINTS:
         return fit
-    times = np.array([point.elapsed_s for point in points], dtype=np.float64)
-    plain = np.array([fit.coefficients.time_s(point.items) for point in points])
-    detail = _prefill_detail(points, times)
-    found = np.array([detail.time_s(point.items) for point in points])
+    times = _times_of(trusted)
+    plain = np.array([fit.coefficients.time_s(point.items) for point in trusted])
+    found = np.array([detail.time_s(point.items) for point in trusted])
     if cost(found, times) >= _MUST_SAVE * cost(plain, times):
         return fit
     return msgspec.structs.replace(fit, detail=detail, error=error_of(found, times))
@@ -95,25 +107,62 @@ def refine_decode(
 # ---- prefill -------------------------------------------------------------------------------------
 
 
-def _prefill_detail(points: Sequence[PrefillPoint], times: Floats) -> PrefillDetail:
-    """The best split of the points into host-bound and device-bound ones."""
-    work = _Work.of(points, times)
-    host = np.array([_host_features(point) for point in points], dtype=np.float64)
-    x = work.fit(np.ones(len(points), dtype=bool))
-    best: tuple[Floats, Floats | None] = (x, None)
-    least = cost(work.device @ x, times)
-    order = np.argsort(work.new, kind="stable")
-    for held in sorted({len(points) * part // 8 for part in range(1, 7)}):
-        bound = np.zeros(len(points), dtype=bool)
-        bound[order[:held]] = True
-        found = _split(work, host, bound)
-        if found is None:
-            continue
-        x, y = found
-        spent = cost(np.maximum(work.device @ x, host @ y), times)
-        if spent < _MUST_SAVE * least:
-            best, least = (x, y), spent
-    return _detail(*best, work.knots)
+def _prefill_detail(
+    dop: int, points: Sequence[PrefillPoint], launches: Sequence[PrefillPoint]
+) -> tuple[PrefillDetail, list[PrefillPoint]]:
+    """The better of one formula for all points and of a host beside a device; and the points that
+    it rests on."""
+    everything = [*points, *launches]
+    alone = _device_detail(everything)
+    if len(launches) < _LEAST_LAUNCHES:
+        return alone, everything
+    host = _host_costs(dop, launches)
+    clear = [p for p in points if p.elapsed_s > _CLEAR * host.time_s(p.items)]
+    if len(clear) < _FIXED:
+        return alone, everything
+    both = _device_detail(clear, host)
+    trusted = [*clear, *launches]
+    if _cost_of(_device_detail(trusted), trusted) < _MUST_SAVE * _cost_of(both, trusted):
+        return alone, everything
+    return both, trusted
+
+
+def _host_costs(dop: int, launches: Sequence[PrefillPoint]) -> HostCosts:
+    long_new, long_cached = LONG_NEW_TOKENS * dop, LONG_CACHED_TOKENS * dop
+    features = np.array(
+        [
+            (
+                1.0,
+                float(len(point.items)),
+                float(sum(cached > 0 for cached, _ in point.items)),
+                float(sum(c >= long_cached and n >= long_new for c, n in point.items)),
+            )
+            for point in launches
+        ]
+    )
+    times = _times_of(launches)
+    step, item, chunk, long = nnls(features / times[:, None], np.ones(len(times))).tolist()
+    return HostCosts(
+        step_s=readable(step),
+        item_s=readable(item),
+        chunk_s=readable(chunk),
+        long_s=readable(long),
+        long_new_tokens=long_new,
+        long_cached_tokens=long_cached,
+    )
+
+
+def _device_detail(points: Sequence[PrefillPoint], host: HostCosts | None = None) -> PrefillDetail:
+    work = _Work.of(points, hosted=host is not None)
+    return _detail(work.fit(), host, work.knots)
+
+
+def _cost_of(detail: PrefillDetail, points: Sequence[PrefillPoint]) -> float:
+    return cost(np.array([detail.time_s(point.items) for point in points]), _times_of(points))
+
+
+def _times_of(points: Sequence[PrefillPoint]) -> Floats:
+    return np.array([point.elapsed_s for point in points], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,44 +176,30 @@ class _Work:
     device: Floats
     smooth: Floats
     times: Floats
-    new: Floats
     knots: Floats
 
     @classmethod
-    def of(cls, points: Sequence[PrefillPoint], times: Floats) -> _Work:
+    def of(cls, points: Sequence[PrefillPoint], *, hosted: bool) -> _Work:
+        """`hosted` leaves what a request and a chunk cost beside their tokens to a host."""
+        times = _times_of(points)
         new = np.array([sum(n for _, n in point.items) for point in points], dtype=np.float64)
         knots = _knots(new)
         widths = np.diff(knots)
         parts = np.clip(new[:, None] - knots[None, :-1], 0.0, widths[None, :])
         fixed = np.array([_device_features(point) for point in points], dtype=np.float64)
+        if hosted:
+            fixed[:, _LAUNCHED] = 0.0
         order = np.argsort(new, kind="stable")
         level = np.interp(knots[1:-1], new[order], times[order])
         bends = (np.eye(len(widths), k=1) - np.eye(len(widths)))[:-1]
         bends *= (_SMOOTHNESS**0.5 * widths[:-1] / level)[:, None]
         smooth = np.concatenate([np.zeros((len(bends), fixed.shape[1])), bends], axis=1)
-        return cls(np.concatenate([fixed, parts], axis=1), smooth, times, new, knots)
+        return cls(np.concatenate([fixed, parts], axis=1), smooth, times, knots)
 
-    def fit(self, which: npt.NDArray[np.bool_]) -> Floats:
-        """Coefficients of the points in `which`."""
-        a = np.concatenate([self.device[which] / self.times[which][:, None], self.smooth])
-        return nnls(a, np.concatenate([np.ones(int(which.sum())), np.zeros(len(self.smooth))]))
-
-
-def _split(work: _Work, host: Floats, bound: npt.NDArray[np.bool_]) -> tuple[Floats, Floats] | None:
-    """Coefficients of device and host, from a first guess of which points are `bound` by the host;
-    None when a side has too few points."""
-    found = None
-    for _ in range(_ROUNDS):
-        if bound.sum() < _LEAST_HELD or (~bound).sum() < _FIXED:
-            return found
-        y = nnls(host[bound] / work.times[bound][:, None], np.ones(int(bound.sum())))
-        x = work.fit(~bound)
-        found = x, y
-        again = host @ y > work.device @ x
-        if (again == bound).all():
-            return found
-        bound = again
-    return found
+    def fit(self) -> Floats:
+        """Coefficients of all columns."""
+        a = np.concatenate([self.device / self.times[:, None], self.smooth])
+        return nnls(a, np.concatenate([np.ones(len(self.times)), np.zeros(len(self.smooth))]))
 
 
 def _device_features(point: PrefillPoint) -> tuple[float, ...]:
@@ -183,12 +218,7 @@ def _device_features(point: PrefillPoint) -> tuple[float, ...]:
     )
 
 
-def _host_features(point: PrefillPoint) -> tuple[float, float, float]:
-    """1, requests, chunks."""
-    return (1.0, float(len(point.items)), float(sum(1 for cached, _ in point.items if cached)))
-
-
-def _detail(x: Floats, y: Floats | None, knots: Floats) -> PrefillDetail:
+def _detail(x: Floats, host: HostCosts | None, knots: Floats) -> PrefillDetail:
     step, item, many, chunk, chunk_token, cached, square, cross = map(readable, x[:_FIXED].tolist())
     seconds = np.concatenate([[0.0], np.cumsum(x[_FIXED:] * np.diff(knots))])
     late = len(knots) // 2
@@ -196,9 +226,6 @@ def _detail(x: Floats, y: Floats | None, knots: Floats) -> PrefillDetail:
     rows: Table = tuple(
         (int(place), readable(s)) for place, s in zip(knots.tolist(), seconds.tolist(), strict=True)
     )
-    host = None
-    if y is not None:
-        host = HostCosts(step_s=readable(y[0]), item_s=readable(y[1]), chunk_s=readable(y[2]))
     return PrefillDetail(
         step_s=step,
         item_s=item,

@@ -99,10 +99,12 @@ class StoryBook:
             kept[instance] = kept.get(instance, 0) + num_tokens
         last.kept = kept
 
-    def step_done(self, request_id: str, *, num_tokens: int, elapsed_s: float) -> None:
-        """The step of the last entry is finished."""
+    def step_done(
+        self, request_id: str, *, num_tokens: int, elapsed_s: float, num_steps: int = 1
+    ) -> None:
+        """The step of the last entry is finished, or several."""
         last = self._live[request_id].entries[-1]
-        last.num_steps += 1
+        last.num_steps += num_steps
         last.num_tokens += num_tokens
         last.duration_s += elapsed_s
 

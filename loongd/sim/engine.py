@@ -71,6 +71,9 @@ class Options:
         tick_s: virtual time between `Tick` events; 0 sends none.
         check: check all invariants of the scheduler after each event (slow).
         record_steps: keep a record of each step (memory).
+        leap: tell the scheduler of many equal decode steps at once where it would decide nothing
+            else (`sched.steady`); the same run, but numbers of steps differ. Not with noise, checks
+            or records.
     """
 
     max_tokens: int = 1024
@@ -82,6 +85,7 @@ class Options:
     tick_s: float = 0.0
     check: bool = False
     record_steps: bool = False
+    leap: bool = True
 
 
 class StalledError(Exception):
@@ -104,6 +108,10 @@ class Simulation:
         self._num_events = 0
         self._num_open = 0
         self._last_end_s = 0.0
+        plain = not (options.noise or options.check or options.record_steps)
+        self._steady = scheduler.steady() if options.leap and plain else None
+        self._decodes: dict[int, DecodePlan] = {}
+        self._others: dict[int, float] = {}
 
     def run(self, trace: Sequence[TracedRequest], slots: Sequence[int]) -> Run:
         """Run `trace` to its end on instances with these KV slots.
@@ -139,7 +147,11 @@ class Simulation:
                 raise StalledError(message)
             self._now = at_s
             if at_s == step_s:
-                self._handle(heappop(self._running)[2])
+                if not self._leap(min(arrival_s, next_tick_s)):
+                    _, step_id, done = heappop(self._running)
+                    self._decodes.pop(step_id, None)
+                    self._others.pop(step_id, None)
+                    self._handle(done)
             elif at_s == arrival_s:
                 self._arrive(trace[num_arrived], num_arrived)
                 num_arrived += 1
@@ -230,6 +242,69 @@ class Simulation:
         if self._options.record_steps:
             self._record(plan, "prefill", [(i.request_id, i.num_tokens) for i in items], reason)
 
+    def _leap(self, until_s: float) -> bool:
+        """Take the step that ends next and those like it after it, up to `until_s`, at once.
+
+        False when that is not certain, or one step alone beside a prefill, for which it is dear
+        to know.
+        """
+        end_s, step_id, done = self._running[0]
+        plan = self._decodes.get(step_id)
+        until_s = min(until_s, min(self._others.values(), default=inf))
+        if self._steady is None or plan is None:
+            return False
+        if self._others and end_s + done.elapsed_s > until_s:
+            return False
+        outcomes = [self._outcomes[item.request_id] for item in plan.items]
+        most = min(o.output_tokens - o.num_tokens for o in outcomes) - 1
+        if most < 1:
+            return False
+        most = min(most, self._steady.num_steps(step_id, self._now))
+        if most < 1:
+            return False
+        heappop(self._running)
+        self._repeat(plan, done, outcomes, most=most, until_s=until_s)
+        return True
+
+    def _repeat(
+        self,
+        plan: DecodePlan,
+        done: StepDone,
+        outcomes: list[Outcome],
+        *,
+        most: int,
+        until_s: float,
+    ) -> None:
+        assert self._steady is not None
+        batch = len(outcomes)
+        kv_tokens = sum(item.position for item in plan.items) + batch
+        overhead_s, decode_s = self._options.overhead_s, self._costs.decode_s
+        elapsed_s, took_s, end_s = [done.elapsed_s], done.elapsed_s, done.now
+        first_s = now = end_s
+        gap_s = 0.0
+        while True:
+            kv_tokens += batch
+            took_s = decode_s(dop=1, num_masters=1, batch=batch, kv_tokens=kv_tokens) + overhead_s
+            end_s = now + took_s
+            if len(elapsed_s) == most or end_s > until_s:
+                break
+            elapsed_s.append(took_s)
+            gap_s = max(gap_s, end_s - now)
+            now = end_s
+        for outcome in outcomes:
+            assert outcome.last_token_s is not None
+            outcome.num_tokens += len(elapsed_s)
+            outcome.longest_gap_s = max(
+                outcome.longest_gap_s, first_s - outcome.last_token_s, gap_s
+            )
+            outcome.last_token_s = now
+        self._num_events += len(elapsed_s)
+        self._busy_s["decode"] += sum(elapsed_s[1:])
+        del self._decodes[plan.step_id]
+        following = self._steady.repeat(plan.step_id, elapsed_s, now)
+        tokens = tuple((o.request_id, self._draw(o.request_id)) for o in outcomes)
+        self._launch(following, "decode", end_s, took_s, tokens)
+
     def _migrate(self, plan: MigratePlan, reason: str) -> None:
         self._start(plan, "migrate", self._costs.migrate_s(plan.num_tokens), ())
         if self._options.record_steps:
@@ -246,11 +321,24 @@ class Simulation:
         if options.noise:
             duration_s *= self._random.lognormvariate(0.0, options.noise)
         duration_s += options.overhead_s
-        end_s = self._now + duration_s
+        self._launch(plan, kind, self._now + duration_s, duration_s, tokens)
+
+    def _launch(
+        self,
+        plan: PrefillPlan | DecodePlan | MigratePlan,
+        kind: str,
+        end_s: float,
+        duration_s: float,
+        tokens: tuple[tuple[str, int], ...],
+    ) -> None:
         self._busy_s[kind] += duration_s * len(plan.members)
         done = StepDone(end_s, plan.step_id, duration_s, tokens)
         heappush(self._running, (end_s, plan.step_id, done))
         self._last_end_s = end_s
+        if not isinstance(plan, DecodePlan):
+            self._others[plan.step_id] = end_s
+        elif len(plan.members) == 1:
+            self._decodes[plan.step_id] = plan
 
     def _record(
         self,

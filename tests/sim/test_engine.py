@@ -165,6 +165,8 @@ def test_overhead_is_added_to_every_step():
 class Lazy:
     """A policy that never starts anything."""
 
+    steady_requests = 0
+
     def decide(self, view):
         return Decisions()
 

@@ -3,6 +3,7 @@
 They keep account of slots as real ones do and refuse steps that contradict it.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from contextlib import contextmanager
 from loongd.errors import RequestError
 from loongd.exclusive import Exclusive
 from loongd.pool import WorkerLost
-from loongd.profiling.profiler import Profiler, Subject
+from loongd.profiling import grid
+from loongd.profiling.profiler import Profiler
+from loongd.profiling.session import Subject
 from loongd.sched.sib import ModelFacts, Sib, default_profile
 from loongd.wire import (
     Audit,
@@ -18,6 +21,7 @@ from loongd.wire import (
     Extend,
     FreeSegments,
     Ready,
+    RunMigrate,
     RunStep,
     StepDone,
     StepFailed,
@@ -34,6 +38,8 @@ FACTS = ModelFacts(
     intermediate_size=128,
     vocab_size=300,
 )
+SHORT = dataclasses.replace(grid.QUICK, max_batch=48, max_rounds=4, point_s=0.5)
+"""Small batches and few rounds: fakes take their time for every request of a step."""
 POOL_TOKENS = 20_000
 MAX_TOKENS = 8192
 
@@ -95,8 +101,24 @@ class FakeWorkers:
                 )
             case RunStep():
                 self._step(instance, message)
+            case RunMigrate():
+                self._migrate(instance, message)
             case _:
                 raise AssertionError(message)
+
+    def _migrate(self, instance: int, message: RunMigrate) -> None:
+        """3 ms and 2 us a token; twice as long from or to instance 3."""
+        assert self._exclusive is not None
+        assert message.epoch == 3
+        assert instance in message.members
+        for segment, tokens in message.moves:
+            slots = self.slots[instance]
+            slots[segment] += tokens if instance == message.target else -tokens
+            assert slots[segment] >= 0
+            assert sum(slots.values()) <= POOL_TOKENS
+        moved = sum(tokens for _, tokens in message.moves)
+        elapsed_s = (0.003 + 2e-6 * moved) * self.slow * (1 + (3 in message.members))
+        self._exclusive.put(StepDone(instance, message.step_id, elapsed_s, []))
 
     def _step(self, instance: int, step: RunStep) -> None:
         assert self._exclusive is not None

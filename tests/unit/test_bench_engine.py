@@ -10,23 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
+from bench_kit import TOOLS, save_tiny_shape
 
 
 @pytest.fixture
@@ -97,7 +81,7 @@ TWO = [
     ids=["alone, one by one", "two, queued"],
 )
 def test_all_layouts_run_on_the_cpu(tmp_path: Path, options: list[str], expected: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_tiny_shape(tmp_path)
     command = [sys.executable, TOOLS / "bench_engine.py", "--shape", tmp_path, "--device", "cpu"]
     command += ["--dtype", "float32", "--runs", "1", "--steps", "2", *options]
     command += ["--cases", "prefill-31,decode-b1x9,decode-b3x9", "--out", tmp_path / "out.json"]

@@ -38,6 +38,12 @@ def test_the_shipped_file_is_the_dump_of_the_defaults() -> None:
     assert merge(parse_toml(shipped, file_name="f"), {}, {}) == Config()
 
 
+def test_a_batch_of_short_prompts_must_fit_a_step() -> None:
+    message = complaint({"max_num_batched_tokens": 4096, "max_step_tokens": 2048})
+    assert "4096" in message
+    assert "2048 new tokens in a step (max_step_tokens)" in message
+
+
 def test_the_file_names_every_option() -> None:
     lines = dump_toml(Config()).splitlines()
     for name in Config.__struct_fields__:

@@ -21,6 +21,7 @@ def test_every_option_is_a_flag_and_only_they() -> None:
     flags = set(build_parser()._option_string_actions)
     expected = {option.flag for option in OPTIONS.values()}
     expected |= {"--help", "-h", "--version", "--config", "-tp", "--no-enable-log-requests"}
+    expected |= {"--no-queue-ahead", "--no-deterministic"}
     assert flags == expected
 
 

@@ -97,7 +97,7 @@ async def test_a_profile_measures_every_pair_of_instances() -> None:
         assert link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
     assert 0.003 + 2e-6 * 1000 < sib.migrate_s(1000) < 2 * (0.003 + 2e-6 * 1000)
     phases = {point["phase"] for point in words[-1]["points"]}
-    assert phases == {"prefill", "decode", "migrate"}
+    assert phases == {"prefill", "launch", "decode", "migrate"}
 
 
 async def test_one_instance_has_no_link_to_measure() -> None:
@@ -165,17 +165,18 @@ def test_even_spreads_all_tokens() -> None:
     assert even(1, [3, 5]) == [(3, 1)]
 
 
-def test_typical_ignores_slow_repetitions() -> None:
+def test_the_typical_time_is_neither_the_first_nor_a_slow_nor_the_fastest_one() -> None:
     assert grid.typical([5.0]) == 5.0
-    assert grid.typical([1.0, 9.0]) == 1.0
+    assert grid.typical([60.0, 9.0]) == 9.0
     assert grid.typical([60.0, 1.2, 1.0]) == 1.0
-    assert grid.typical([1.0, 1.2, 1.1, 50.0, 60.0, 9.0, 9.0]) == 1.1
-    assert grid.spread([2.0, 1.0, 3.0]) == 1.0
+    assert grid.typical([1.0, 1.2, 1.1, 50.0, 60.0, 1.0, 1.3]) == 1.2
+    assert grid.spread([9.0, 2.0, 1.0, 3.0]) == 1.0
 
 
-def test_rounds_grow_with_short_steps_and_never_fall_below_three() -> None:
-    effort = dataclasses.replace(grid.QUICK, max_rounds=7, point_s=0.5)
-    assert [effort.rounds(s) for s in (0.001, 0.1, 0.2, 10.0)] == [7, 5, 3, 3]
+def test_rounds_grow_with_short_steps_and_never_fall_below_the_fewest() -> None:
+    effort = dataclasses.replace(grid.QUICK, min_rounds=2, max_rounds=7, point_s=0.5)
+    assert [effort.rounds(s) for s in (0.001, 0.1, 0.2, 10.0)] == [7, 5, 2, 2]
+    assert [effort.times(2).rounds(s) for s in (0.001, 0.1, 0.2, 10.0)] == [14, 10, 5, 4]
 
 
 @pytest.mark.parametrize("longest", [16, 100, 8192])
@@ -195,6 +196,25 @@ def test_prefill_sizes_stay_inside_what_is_asked(longest: int) -> None:
     more = grid.prefill_sizes(longest, block, most_cached, limit=2 * longest)
     (beyond,) = set(more) - set(seen)
     assert longest < beyond[0][1] <= 2 * longest
+
+
+@pytest.mark.parametrize("dop", [1, 2, 4])
+def test_small_steps_stay_inside_what_is_asked(dop: int) -> None:
+    for longest, block, limit in ((32_768, 128 * dop, 131_072), (200, dop, 150), (16, dop, 20)):
+        sizes = grid.launch_sizes(longest, block, limit, dop)
+        assert sizes
+        for items in sizes:
+            assert sum(new for _, new in items) <= longest
+            assert all(cached + new <= limit and cached % block == 0 for cached, new in items)
+            assert all(cached <= grid.NUM_BLOCKS * block for cached, _ in items)
+    kinds = [(len(items), items[0][0] > 0) for items in sizes_of_gpu(dop)]
+    assert {(1, False), (1, True)} < set(kinds)
+    long = [items for items in sizes_of_gpu(dop) if items[0][1] >= 512 * dop]
+    assert [items[0][0] >= 2048 * dop for items in long] == [True, True]
+
+
+def sizes_of_gpu(dop: int) -> list[grid.Items]:
+    return grid.launch_sizes(32_768, 128 * dop, 131_072, dop)
 
 
 @pytest.mark.parametrize("masters", [1, 2, 4])

@@ -7,13 +7,26 @@ the default bound of 0.3 s a prompt of up to 290 tokens is short.
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sched_kit import VirtualTime, make_sib
 
-from loongd.sched.chunks import largest_chunk, left_s, next_chunk
+from loongd.sched.chunks import (
+    HOST_S,
+    aligned_down,
+    aligned_up,
+    largest_within,
+    least_s,
+    left_s,
+    next_chunk,
+)
 from loongd.sched.events import Cancelled, Finish, InstanceJoined
 from loongd.sched.plan import PrefillPlan
+from loongd.sched.policy import Limits
+from loongd.sched.sib import ModelFacts, default_profile
 
 BOUND_S = 0.3
+LIMITS = Limits(max_prefill_wait_s=BOUND_S)
 
 
 # -- chunks
@@ -24,24 +37,69 @@ BOUND_S = 0.3
 @pytest.mark.parametrize("cached", [0, 100, 50_000])
 def test_a_chunk_takes_the_bound_and_not_more(dop, square_s, cached):
     sib = make_sib(square_s=square_s)
-    most = largest_chunk(sib.prefill_coefficients(dop), cached=cached, bound_s=BOUND_S)
+    most = largest_within(sib.prefill_coefficients(dop), cached=cached, time_s=BOUND_S)
     assert most >= 1
     if most > 1:
         assert sib.prefill_s(dop, [(cached, most)]) <= BOUND_S * (1 + 1e-9)
     assert sib.prefill_s(dop, [(cached, most + 1)]) > BOUND_S
 
 
-def test_chunks_are_equal_and_no_tiny_one_is_left():
-    sib, left, sizes = make_sib(), 1000, []
+def chunks_of(sib, dop, num_tokens, limits=LIMITS):
+    left, sizes = num_tokens, []
     while left:
-        sizes.append(next_chunk(sib, 1, cached=1000 - left, left=left, bound_s=BOUND_S))
+        sizes.append(next_chunk(sib, dop, cached=num_tokens - left, left=left, limits=limits))
         left -= sizes[-1]
-    assert sizes == [250, 250, 250, 250]
+    return sizes
 
 
-def test_a_high_fixed_cost_makes_chunks_longer_than_the_bound():
-    coefficients = make_sib(fixed_s=0.5).prefill_coefficients(1)
-    assert largest_chunk(coefficients, cached=0, bound_s=BOUND_S) == 500
+def test_chunks_have_few_sizes_and_the_last_takes_the_rest():
+    assert chunks_of(make_sib(), 1, 1000) == [256, 256, 256, 232]
+    assert chunks_of(make_sib(), 1, 280) == [280], "one step takes it within the bound"
+    sib = make_sib(token_s=1e-5, square_s=5e-10)
+    for num_tokens in (64_000, 100_001, 200_000):
+        sizes = chunks_of(sib, 2, num_tokens)
+        assert sum(sizes) == num_tokens
+        assert all(size % 2 == 0 for size in sizes[:-1]), "equal parts for both members"
+        same = chunks_of(sib, 2, 300_000)[: len(sizes) - 1]
+        assert sizes[:-1] == same, "the same for every prompt"
+        octaves = max(size.bit_length() for size in sizes) - min(
+            size.bit_length() for size in sizes[:-1]
+        )
+        assert len(set(sizes[:-1])) <= 4 * (octaves + 1)
+
+
+@given(most=st.integers(1, 1 << 22), dop=st.integers(1, 8))
+def test_an_aligned_chunk_is_one_of_four_sizes_an_octave(most, dop):
+    low, high = aligned_down(most, dop), aligned_up(most, dop)
+    assert 1 <= low <= most <= high
+    assert aligned_down(high, dop) == high
+    for chunk in {low, high} if most >= dop else {high}:
+        each, rest = divmod(chunk, dop)
+        assert rest == 0
+        assert each.bit_length() - ((each & -each).bit_length() - 1) <= 3, "three leading bits"
+        assert 0.8 * (most - dop) < chunk < 1.25 * (most + dop)
+
+
+@pytest.mark.parametrize("fixed_s", [0.001, 0.02, 0.5])
+def test_a_chunk_is_long_enough_to_lose_five_percent_at_most(fixed_s):
+    coefficients = make_sib(fixed_s=fixed_s).prefill_coefficients(1)
+    assert least_s(coefficients) == pytest.approx(20 * (fixed_s + HOST_S))
+    sib = make_sib(fixed_s=fixed_s)
+    chunk = next_chunk(sib, 1, cached=0, left=10**6, limits=LIMITS)
+    time_s = sib.prefill_s(1, [(0, chunk)])
+    if fixed_s == 0.001:
+        assert 0.8 * BOUND_S < time_s <= BOUND_S
+    else:
+        assert 20 * (fixed_s + HOST_S) - 0.001 < time_s < 1.25 * 20 * (fixed_s + HOST_S)
+
+
+@pytest.mark.parametrize("cap", [64, 100, 128])
+def test_a_chunk_keeps_the_cap_of_each_instance(cap):
+    limits = Limits(max_step_tokens=cap)
+    for dop in (1, 2, 3):
+        sizes = chunks_of(make_sib(), dop, 1000, limits)
+        assert max(sizes) <= cap * dop
+        assert len(set(sizes[:-1])) == 1
 
 
 def test_a_chunked_prefill_loses_little_and_says_how_long_it_takes():
@@ -50,9 +108,27 @@ def test_a_chunked_prefill_loses_little_and_says_how_long_it_takes():
     world.arrive("long", 20_000, max_tokens=1)
     world.run()
     assert alone_s < world.ttft_s("long") < 1.06 * alone_s, "fixed times of 16 ms for 0.3 s each"
-    predicted_s = left_s(make_sib(), 4, cached=0, left=20_000, bound_s=BOUND_S)
+    predicted_s = left_s(make_sib(), 4, cached=0, left=20_000, limits=LIMITS)
     assert world.ttft_s("long") == pytest.approx(predicted_s, rel=0.01)
-    assert all(plan.dop == 4 for _, _, plan, _ in world.prefills("long"))
+    assert all(plan.dop == 4 for _, _, plan, _ in world.prefills("long")[:-1])
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "loongserve"])
+def test_a_million_tokens_end_within_the_cap(policy):
+    """Two instances, at most 131,072 new tokens of each in a step; KV that needs both."""
+    sib = make_sib(token_s=1e-6, square_s=1e-12)
+    world = VirtualTime(524_500, 524_500, policy=policy, sib=sib)
+    world.arrive("book", 1_048_576, max_tokens=3)
+    world.arrive("chat", 100, max_tokens=3, at=0.1)
+    world.run()
+    chunks = world.prefills("book")
+    assert sum(item.num_tokens for _, _, _, item in chunks) == 1_048_576
+    assert all(item.num_tokens <= 131_072 * plan.dop for _, _, plan, item in chunks)
+    if policy == "fcfs":
+        assert [(plan.dop, item.num_tokens) for _, _, plan, item in chunks] == [(2, 262_144)] * 4
+        assert "tokens 262,144 to 524,288 of 1,048,576" in world.reasons[chunks[1][2].step_id - 1]
+    assert {type(end) for end in world.done.values()} == {Finish}
+    assert len(world.done) == 2
 
 
 # -- short prompts beside a long one
@@ -67,9 +143,7 @@ def test_short_prompts_never_wait_longer_than_the_bound():
     slowest = max(world.ttft_s(f"s{n}") for n in range(20))
     own_s = make_sib().prefill_s(1, [(0, 50)])
     assert slowest <= BOUND_S + 2 * own_s
-    assert world.ttft_s("long") < 1.7 * left_s(
-        make_sib(), 2, cached=0, left=20_000, bound_s=BOUND_S
-    )
+    assert world.ttft_s("long") < 1.7 * left_s(make_sib(), 2, cached=0, left=20_000, limits=LIMITS)
 
 
 def test_the_group_of_a_long_prompt_shrinks_and_grows_between_chunks():
@@ -245,6 +319,20 @@ def test_decode_makes_way_for_a_long_prompt():
     assert "migrated" in [entry.event for entry in story.entries]
 
 
+def test_the_same_request_is_not_moved_again_at_once():
+    world = VirtualTime(50_000, 50_000, 50_000, 50_000)
+    chats = [(0.05 + 0.45 * n, f"chat{n}", 20, 150) for n in range(16)]
+    documents = [(0.5 + 0.23 * n, f"long{n}", 1_500, 1) for n in range(30)]
+    for at_s, name, prompt, max_tokens in sorted(chats + documents):
+        world.arrive(name, prompt, max_tokens=max_tokens, at=at_s)
+    world.run()
+    stories = [world.scheduler.story(f"chat{n}").entries for n in range(16)]
+    moved_s = [[entry.at_s for entry in e if entry.event == "migrated"] for e in stories]
+    gaps_s = [b - a for times_s in moved_s for a, b in itertools.pairwise(times_s)]
+    assert gaps_s, "or this shows nothing"
+    assert min(gaps_s) >= 1.0, "without the rule, 0.94 s"
+
+
 def test_decode_does_not_make_way_when_its_kv_is_large():
     sib = make_sib(move_token_s=1e-3)
     world = VirtualTime(50_000, 50_000, sib=sib)
@@ -394,6 +482,37 @@ def test_a_prediction_counts_what_runs_and_waits():
     assert found.queue_s == pytest.approx(6 * 0.21, rel=0.1)
     assert "5 requests ahead" in found.reason
     assert world.scheduler.predict(60_000, 1, world.now).reason
+
+
+def test_a_prediction_takes_no_step_that_is_overdue_for_done():
+    world = VirtualTime(50_000)
+    world.scheduler._sib = world.sib
+    world.arrive("a", 200, max_tokens=1)
+    own_s = world.sib.prefill_s(1, [(0, 200)])
+    waits = [world.scheduler.predict(200, 1, world.now + t * own_s).queue_s for t in (0, 1, 3, 10)]
+    assert waits[0] == pytest.approx(own_s)
+    assert waits[1] == pytest.approx(0.1 * own_s)
+    assert waits[2] == pytest.approx(0.3 * own_s), "the later it is, the less is known"
+    assert waits[3] == pytest.approx(1.0 * own_s)
+
+
+def test_a_prediction_without_a_measurement_is_rough():
+    world = VirtualTime(50_000, sib=make_sib())
+    world.scheduler._sib = world.sib
+    assert not world.scheduler.predict(200, 1, 0.0).rough
+    facts = ModelFacts(
+        name="m",
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=128,
+        vocab_size=100,
+    )
+    world.sib.replace(default_profile(facts, "cpu"))
+    assert world.scheduler.predict(200, 1, 0.0).rough
+    assert not world.scheduler.predict(200_000, 1, 0.0).rough, "not served: no times"
 
 
 def test_reasons_have_numbers():

@@ -438,6 +438,19 @@ def test_failed_step_fails_its_requests_only():
     assert driver.scheduler.snapshot().num_running == 1
 
 
+def test_all_members_of_a_failed_step_are_free_at_the_first_report():
+    driver = Driver(100, 100, 100)
+    driver.arrive("wide", 150)
+    assert driver.free() != [100, 100, 100]
+    fail, free = driver.handle(StepFailed, 1, "no room")
+    assert fail == Fail("wide", "step 1 failed: no room", "step_failed", 500)
+    assert isinstance(free, FreeSegments)
+    assert driver.handle(StepFailed, 1, "no room") == []
+    assert driver.free() == [100, 100, 100]
+    driver.arrive("b", 250)
+    assert len(driver.scheduler.snapshot().groups) == 1
+
+
 def test_lost_instance_sends_its_requests_back_to_prefill_all_they_have():
     driver = Driver(100, 100, 100)
     driver.arrive("wide", 150, max_tokens=20)

@@ -14,9 +14,17 @@ import pytest
 from test_sib import profile
 
 from loongd.errors import ConfigError
+from loongd.kernels import cudnn
 from loongd.profiling import grid
 from loongd.sched.sib import Profile, Sib, dump_profile, parse_profile
-from loongd.sched.sib_detail import DecodeGrid, HostCosts, PrefillDetail, look_up
+from loongd.sched.sib_detail import (
+    LONG_CACHED_TOKENS,
+    LONG_NEW_TOKENS,
+    DecodeGrid,
+    HostCosts,
+    PrefillDetail,
+    look_up,
+)
 from loongd.sched.sib_fit import (
     DecodePoint,
     MigratePoint,
@@ -25,7 +33,7 @@ from loongd.sched.sib_fit import (
     fit_migrate,
     fit_prefill,
 )
-from loongd.sched.sib_fit_detail import refine_decode, refine_prefill
+from loongd.sched.sib_fit_detail import fit_measured, refine_decode
 
 DETAIL = PrefillDetail(
     step_s=0.010,
@@ -177,43 +185,56 @@ Prefill = Callable[[grid.Items], float]
 LONGEST, BLOCK, MOST_CACHED = 32_768, 1024, 98_304
 
 
-def gpu_alone(items: grid.Items) -> float:
-    """Tiles of 128 rows, attention that needs 1,500 tokens to be half as fast as it can be."""
+def gpu_alone(items: grid.Items, warmth: float = 1.0) -> float:
+    """Tiles of 128 rows, attention that needs 200 tokens to be half as fast as it can be."""
     new = sum(n for _, n in items)
-    launch_s = 0.0175 + 4e-4 * len(items)
+    launch_s = (0.0175 + 4e-4 * len(items)) / warmth
     linear_s = 0.004 + 2.1e-5 * 128 * ceil(new / 128)
-    attention_s = sum(4.5e-10 * n * (n + 2 * c) * (1 + 1500 / n) for c, n in items)
+    attention_s = sum(4.5e-10 * n * (n + 2 * c) * (1 + 200 / n) for c, n in items)
     return max(launch_s, linear_s + attention_s + 5e-5 * len(items))
 
 
-def gpu_group(items: grid.Items) -> float:
-    """Two of them: launches for each request and exchange, and queries of chunks that travel."""
+def gpu_group(items: grid.Items, warmth: float = 1.0) -> float:
+    """Two of them: launches for each request and exchange, queries of chunks that travel, and
+    attention of long chunks in pieces."""
     new = sum(n for _, n in items)
     chunks = [(c, n) for c, n in items if c]
-    launch_s = 0.031 + 1.6e-3 * len(items) + 2e-3 * len(chunks)
-    linear_s = 0.005 + 1.05e-5 * 128 * ceil(new / 256)
-    attention_s = sum(2.4e-10 * n * (n + 2.4 * c) * (1 + 3000 / n) for c, n in items)
+    pieces = sum(c >= 4096 and n >= 1024 for c, n in chunks)
+    launch_s = (0.031 + 1.6e-3 * len(items) + 1e-2 * len(chunks) + 3e-2 * pieces) / warmth
+    linear_s = 0.005 + 1.05e-5 * 64 * ceil(new / 128)
+    attention_s = sum(2.4e-10 * n * (n + 2.4 * c) * (1 + 300 / n) for c, n in items)
     travel_s = 3e-6 * sum(n for _, n in chunks)
     return max(launch_s, 2 * linear_s / 1.0 + attention_s + travel_s)
 
 
-def cpu(items: grid.Items) -> float:
+def cpu(items: grid.Items, warmth: float = 1.0) -> float:
     """No launches to speak of; products of few rows are slow, and one row is not."""
+    del warmth
     new = sum(n for _, n in items)
     rows_s = 8e-4 * new if new < 64 else 0.05 + 2.5e-4 * (new - 64)
     return 0.02 + rows_s + 1e-3 * len(items) + sum(2e-8 * n * (n + 3 * c) for c, n in items)
 
 
-@pytest.mark.parametrize("machine", [gpu_alone, gpu_group, cpu])
+def launch_points(machine: Prefill, dop: int, rng: random.Random) -> list[PrefillPoint]:
+    sizes = grid.launch_sizes(LONGEST, 128 * dop, MOST_CACHED, dop)
+    return [PrefillPoint(i, machine(i) * (1 + rng.uniform(-0.01, 0.01))) for i in sizes]
+
+
+@pytest.mark.parametrize(("machine", "dop"), [(gpu_alone, 1), (gpu_group, 2), (cpu, 1)])
 @pytest.mark.parametrize("seed", range(4))
-def test_unseen_prefills_of_a_made_up_machine_are_foreseen(machine: Prefill, seed: int) -> None:
+@pytest.mark.parametrize("warmth", [1.0, 0.87])
+def test_unseen_prefills_of_a_made_up_machine_are_foreseen(
+    machine: Callable[..., float], dop: int, seed: int, warmth: float
+) -> None:
+    """Also where the host was slower while the larger steps were measured."""
     rng = random.Random(seed)
     sizes = grid.prefill_sizes(LONGEST, BLOCK, MOST_CACHED)
-    points = [PrefillPoint(i, machine(i) * (1 + rng.uniform(-0.01, 0.01))) for i in sizes]
-    plain = fit_prefill(1, points)
-    fit = refine_prefill(plain, points)
+    points = [PrefillPoint(i, machine(i, warmth) * (1 + rng.uniform(-0.01, 0.01))) for i in sizes]
+    plain = fit_prefill(dop, points)
+    fit = fit_measured(dop, points, launch_points(machine, dop, rng))
     assert fit.detail is not None
     assert fit.detail.fault() == ""
+    assert (fit.detail.host is None) == (machine is cpu)
     assert fit.error is not None
     assert plain.error is not None
     assert fit.error.mean < plain.error.mean
@@ -227,9 +248,23 @@ def test_a_formula_that_is_right_gets_no_detail() -> None:
     plain = profile().prefill[0]
     sizes = grid.prefill_sizes(4096, 128, 8192)
     points = [PrefillPoint(items, plain.coefficients.time_s(items)) for items in sizes]
-    fit = fit_prefill(1, points)
-    assert refine_prefill(fit, points) == fit
-    assert refine_prefill(fit, points[:8]) == fit
+    formula = plain.coefficients.time_s
+    launches = launch_points(formula, 1, random.Random(1))
+    assert fit_measured(1, points, launches).detail is None
+    usual = [p for p in points if all(16 * new >= cached for cached, new in p.items)]
+    assert fit_measured(1, points) == fit_prefill(1, usual)
+    assert fit_measured(1, points[:8]).detail is None
+
+
+def test_a_long_chunk_is_one_that_the_kernels_cut_into_pieces() -> None:
+    assert cudnn.QUERY_SIZES[-1] == LONG_NEW_TOKENS
+    assert cudnn.KEY_SIZES[-1] == LONG_CACHED_TOKENS
+    sib = Sib(detailed())
+    extra = msgspec.structs.replace(DETAIL.host, long_s=0.5)
+    long = msgspec.structs.replace(DETAIL, host=extra)
+    for items, is_long in (([(2048, 512)], True), ([(2047, 512)], False), ([(2048, 511)], False)):
+        more = long.time_s(items) - sib.prefill_s(1, items)
+        assert (more > 0.4) == is_long
 
 
 def captured(busiest: int, kv: float) -> float:

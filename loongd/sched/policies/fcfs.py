@@ -1,12 +1,14 @@
-"""First come, first served, with elastic groups: the default policy.
+"""First come, first served, with elastic groups.
 
 Each round prefill is offered the idle instances first, except where a decode step is owed; decode
-takes the rest. So under load the two alternate on every instance and neither starves.
+takes the rest. So under load the two alternate on every instance and neither starves. A prompt is
+computed at once, or in parts where it has more tokens than a step of its group may (`fcfs_chunks`).
 """
 
 from __future__ import annotations
 
 from loongd.sched.draft import Draft
+from loongd.sched.policies.fcfs_chunks import NextChunks
 from loongd.sched.policies.fcfs_dispatch import Dispatch
 from loongd.sched.policy import Decisions, View
 from loongd.sched.scaling import Scaling
@@ -15,12 +17,21 @@ from loongd.sched.scaling import Scaling
 class FirstComeFirstServed:
     """Stateless; see `fcfs_dispatch` for prefill and `sched.scaling` for decode."""
 
+    steady_requests = 1 << 62
+
+    def is_settled(self, view: View) -> bool:
+        """Always: groups wait for each other only between steps."""
+        del view
+        return True
+
     def decide(self, view: View) -> Decisions:
         """Everything that can start, starts."""
         draft = Draft(view)
+        chunks = NextChunks(view, draft)
+        started = chunks.run()
         dispatch = Dispatch(view, draft)
-        prefills = dispatch.run()
-        scaling = Scaling(view, draft)
+        prefills = [*started, *dispatch.run()]
+        scaling = Scaling(view, draft, starved=chunks.starved)
         decodes = scaling.run()
         return Decisions(
             prefills=tuple(prefills),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from loongd.sched.admission import never_fits
 from loongd.sched.draft import Draft
 from loongd.sched.policy import GiveUp, Hold, Placed, StartPrefill, View
-from loongd.sched.prefilling import describe_kept, put
+from loongd.sched.prefilling import describe_kept, describe_part, put, put_chunk
 from loongd.sched.request import Request
 from loongd.sched.words import name_instances, plural
 
@@ -42,7 +42,7 @@ class Dispatch:
         self._view = view
         self._draft = draft
         self._batches: list[_Batch] = []
-        self._available = [i for i in sorted(draft.idle) if draft.is_prefills_turn(i)]
+        self._available = [i for i in sorted(draft.idle - draft.held) if draft.is_prefills_turn(i)]
 
     def run(self) -> list[StartPrefill]:
         """Go through the queue until one cannot start; all prefills that start now."""
@@ -146,7 +146,13 @@ class Dispatch:
         return True
 
     def _add(self, batch: _Batch, request: Request) -> None:
-        batch.items.append(put(self._draft, request, batch.members))
+        dop = len(batch.members)
+        most = self._limits.max_step_tokens * dop
+        if request.num_tokens <= most:
+            placed = put(self._draft, request, batch.members)
+        else:
+            placed = put_chunk(self._draft, request, batch.members, dop=dop, most=most)
+        batch.items.append(placed)
 
     def _hold(self, request: Request) -> None:
         """Reserve what the head needs: available instances, then those that are soon free."""
@@ -171,10 +177,11 @@ class Dispatch:
 
     def _explain(self, batch: _Batch, members: tuple[int, ...]) -> str:
         head = batch.items[0]
-        names = head.request.request_id
+        what, names = describe_part(head), head.request.request_id
         if len(batch.items) > 1:
+            what = f"{batch.num_tokens:,} tokens"
             names = f"{plural(len(batch.items), 'request')} ({names} first)"
-        where = f"prefill {batch.num_tokens:,} tokens of {names} on {name_instances(members)}"
+        where = f"prefill {what} of {names} on {name_instances(members)}"
         share = self._limits.prefill_tokens_per_instance
         dop = f"DoP {len(members)}: {share:,} tokens per instance, {batch.num_idle} idle"
         keep = describe_kept(batch.items)

@@ -42,6 +42,19 @@ class LoongServe:
         # Compiles, where numba is there: not in the first request's time.
         best_plan(Problem([1], [1], [1], [sib.prefill_coefficients(1)]))
 
+    @property
+    def steady_requests(self) -> int:
+        """From more on, a second master may pay."""
+        return self._sib.compute_bound_batch
+
+    def is_settled(self, view: View) -> bool:
+        """See `ElasticPrefill.is_settled`."""
+        draft = Draft(view)
+        allocate = Allocate(view, draft, self._sib)
+        dispatch = Dispatch(view, draft, self._sib)
+        elastic = ElasticPrefill(view, draft, self._sib, dispatch=dispatch, allocate=allocate)
+        return elastic.is_settled()
+
     def decide(self, view: View) -> Decisions:
         """Everything that is to start now."""
         decisions = _Round(view, self._sib, forced=False).run()
@@ -108,6 +121,8 @@ class _Round:
                 break
             taken = self._dispatch.take(shorts, empty)[:MAX_REQUESTS]
             first = elastic.first if len(empty) > 1 or not taken else None
+            if first is not None and not self._dispatch.fit_now(first, *taken):
+                first = None
             if not taken and first is None:
                 break
             started = self._batch(taken, first, empty, elastic)

@@ -58,6 +58,13 @@ class FixedGroups:
     Stateless: a request belongs to the group that holds its KV, or else to one by its number.
     """
 
+    steady_requests = 1 << 62
+
+    def is_settled(self, view: View) -> bool:
+        """Always: groups wait for each other only between steps."""
+        del view
+        return True
+
     def __init__(self, *, together: bool, chunked: bool = False) -> None:
         """`chunked`: a prompt is cut where a step has `max_num_batched_tokens`."""
         self._together = together
