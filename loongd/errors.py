@@ -23,6 +23,10 @@ class WorkerError(LoongError):
     """A worker process could not start, or died; the message is one readable line."""
 
 
+class StepRefusedError(LoongError):
+    """A step was not begun; all workers of all of its members raise this together, or none."""
+
+
 class PlanError(LoongError):
     """A worker was handed a plan that contradicts what it holds (a bug, never a user's fault)."""
 

@@ -12,7 +12,7 @@ fastest give no other, and a copy would cost up to a quarter of their time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -105,10 +105,16 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
+        """Do before serving what would make the first spans of a size slow; the fractions done."""
+
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
     ) -> tuple[Tensor, Tensor]:
-        """Each span: as many keys as queries; query i sees keys 0..i. Output float32 or as q."""
+        """Each span: as many keys as queries (or none of one); query i sees keys 0..i.
+
+        Output float32 or as q.
+        """
 
     def over_pool(
         self, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, slots: PoolSlots, spans: Spans
@@ -198,6 +204,10 @@ class DenseBackend:
     def __init__(self, scale: float) -> None:
         self._scale = scale
 
+    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
+        """Nothing to plan."""
+        return ()
+
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
     ) -> tuple[Tensor, Tensor]:
@@ -238,6 +248,10 @@ class CpuFlashBackend:
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
+
+    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
+        """Nothing to plan."""
+        return ()
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -288,6 +302,10 @@ class CudaFlashBackend:
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
+
+    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
+        """Nothing to plan."""
+        return ()
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans

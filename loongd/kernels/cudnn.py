@@ -1,12 +1,16 @@
 """cuDNN's attention through torch: one span, any numbers of queries and keys, with log-sum-exp.
 
 Knows: what it costs. The fastest there is on Hopper (600 to 690 TFLOP/s), but every new pair of
-lengths takes 45 to 80 ms to plan (the first of a kind 1 s), once a thread; so lengths are rounded
-down to at most 32 sizes an octave, and the caller does the rest another way. Above `_EXACT` the
-plan is small beside the work. torch's variable-length form replans at every call (58 ms): unusable.
+lengths takes 45 to 80 ms to plan (the first of a kind 1 s), once a thread. So causal squares are
+rounded down to at most 8 sizes an octave (above `_EXACT` the plan is small beside the work), and
+queries over a prefix, whose length is new in every chunk of a prompt, are cut in both directions
+into pieces of few sizes (`pieces`): 15 pairs in all. The caller does the rest another way. torch's
+variable-length form replans at every call (58 ms): unusable.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +19,18 @@ LEAST_SQUARE = 1024
 LEAST_SQUARE_OF_MANY = 2048
 """Tokens from which a causal square is faster here than in Triton: alone (1K: 35 us against 58),
 and beside others, which Triton does in one launch (8 x 1K: 361 us here against 310)."""
-LEAST_QUERIES = 512
-LEAST_KEYS = 2048
-"""Queries and keys from which attention over the pool is faster here, gathering included."""
-_EXACT = 32768
-_STEP = 128
+QUERY_SIZES = (8192, 4096, 2048, 1024, 512)
+KEY_SIZES = (32768, 8192, 2048)
+"""Pieces of attention over the pool; with the least of each it is faster here than in Triton,
+gathering included. Each piece of keys but the first costs a merge of its output, in bytes 1.4 % of
+its time with 32,768 keys, 6 % with 8,192, 22 % with 2,048 (at 600 TFLOP/s and 4 TB/s)."""
+_EXACT = 131072
+_STEP = 256
+_SHORTER = 4096
+"""From here on there is a plan for one token less than each size too: in a ring, half of the blocks
+have a row less than the stripes."""
+_PLANNED = 32768
+"""Squares up to this size are planned before serving: those above take 100 times their plan."""
 
 
 def is_available(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -42,8 +53,49 @@ def aligned(length: int, least: int) -> int:
         return 0
     if length >= _EXACT:
         return length
-    step = max(_STEP, (1 << (length.bit_length() - 1)) // 32)
-    return length - length % step
+    if length + 1 >= _SHORTER and (length + 1) % _step(length + 1) == 0:
+        return length
+    return length - length % _step(length)
+
+
+def _step(length: int) -> int:
+    """Between planned sizes: an eighth of the octave."""
+    return max(_STEP, (1 << (length.bit_length() - 1)) // 8)
+
+
+def plan_ahead(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, scale: float
+) -> Iterator[float]:
+    """Plan the sizes of squares up to `_PLANNED` and of pieces; yields the fraction done.
+
+    cuDNN keeps plans by thread: to be called on the one that serves.
+    """
+    squares = [LEAST_SQUARE]
+    while squares[-1] < _PLANNED:
+        squares.append(squares[-1] + _step(squares[-1]))
+    # a plan is for strides too, and values may lie beside queries and keys in one tensor
+    sizes = [(n, n, True, apart) for n in squares for apart in (True, False)]
+    sizes += [(n - 1, n - 1, True, True) for n in squares if n >= _SHORTER]
+    sizes += [(q, k, False, True) for q in QUERY_SIZES for k in KEY_SIZES]
+    for number, (num_q, num_k, causal, apart) in enumerate(sizes):
+        q_TNH = torch.zeros(num_q, num_heads, head_dim, dtype=dtype, device="cuda")
+        k_TKH = torch.zeros(num_k, num_kv_heads, head_dim, dtype=dtype, device="cuda")
+        v_TKH = k_TKH
+        if not apart:
+            together = q_TNH.new_zeros(num_k, num_heads + 2 * num_kv_heads, head_dim)
+            v_TKH = together[:, -num_kv_heads:]
+        attention(q_TNH, k_TKH, v_TKH, scale=scale, causal=causal)
+        yield (number + 1) / len(sizes)
+
+
+def pieces(length: int, sizes: Sequence[int]) -> list[int]:
+    """The fewest of `sizes` (descending, each a multiple of the next), largest first, that cover
+    all of `length` but a rest smaller than the last size."""
+    found: list[int] = []
+    for size in sizes:
+        count, length = divmod(length, size)
+        found += [size] * count
+    return found
 
 
 def attention(

@@ -30,13 +30,18 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
 
 def apply_rotary(
-    q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    cos_TH: Tensor,
+    sin_TH: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys: y = x * cos + rotate_half(x) * sin, where rotate_half maps the
-    halves (a, b) of a head to (-b, a). New contiguous tensors.
+    halves (a, b) of a head to (-b, a). Written to `out` and returned; new, contiguous without.
     """
     turned: tuple[Tensor, Tensor] = pick("pool", q_TNH.device).apply_rotary(
-        q_TNH, k_TKH, cos_TH, sin_TH
+        q_TNH, k_TKH, cos_TH, sin_TH, out=out
     )
     return turned
 

@@ -8,9 +8,10 @@ to cuDNN where it works, with the odd rows and keys at their ends done by `exten
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -23,8 +24,6 @@ from loongd.kernels.gpu.merge import merge_state_
 
 Range = tuple[int, int, int, int]
 """First query, end, first key, end."""
-_GATHERED_TOKENS = 65536
-"""Most tokens of the pool copied to contiguous memory at a time."""
 
 
 class Square(Protocol):
@@ -66,16 +65,25 @@ class FlashAttn:
             causal=True,
             return_attn_probs=True,
         )
-        return out_TNH, lse_NT.transpose(0, 1).contiguous()
+        lse_TN = lse_NT.transpose(0, 1).contiguous()
+        if not all(spans.k_lens):  # some versions mark a query without keys by +inf
+            lse_TN.masked_fill_(lse_TN == torch.inf, -torch.inf)
+        return out_TNH, lse_TN
 
 
 class TritonBackend:
     """Own kernels for the pool; squares by `square` if given, else by cuDNN, else by Triton."""
 
     def __init__(
-        self, scale: float, *, square: Square | None = None, use_cudnn: bool = False
+        self,
+        scale: float,
+        *,
+        square: Square | None = None,
+        use_cudnn: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._scale = scale
+        self._dtype = dtype
         self._square = square
         self._use_cudnn = use_cudnn
         parts = ["triton"]
@@ -84,6 +92,12 @@ class TritonBackend:
         if square is not None:
             parts.append(square.name)
         self.name = "+".join(parts)
+
+    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
+        """cuDNN's plans for the sizes that it is used with."""
+        if not self._use_cudnn:
+            return ()
+        return cudnn.plan_ahead(num_heads, num_kv_heads, head_dim, self._dtype, scale=self._scale)
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -140,7 +154,7 @@ class TritonBackend:
 
     def _is_long(self, one: Range) -> bool:
         q0, q1, k0, k1 = one
-        enough = q1 - q0 >= cudnn.LEAST_QUERIES and k1 - k0 >= cudnn.LEAST_KEYS
+        enough = q1 - q0 >= cudnn.QUERY_SIZES[-1] and k1 - k0 >= cudnn.KEY_SIZES[-1]
         return self._use_cudnn and enough
 
     def _long(
@@ -155,31 +169,40 @@ class TritonBackend:
     ) -> list[Range]:
         """Most of a long span by cuDNN, into `state`; returns the queries left to do."""
         q0, q1, k0, k1 = one
-        mid = q0 + cudnn.aligned(q1 - q0, cudnn.LEAST_QUERIES)
-        q, out, lse = q_TNH[q0:mid], state[0][q0:mid], state[1][q0:mid]
+        q_pieces = list(_ranges(q0, cudnn.pieces(q1 - q0, cudnn.QUERY_SIZES)))
         run = slots.run(span)
-        done = 0
-        while main := cudnn.aligned(k1 - k0 - done, cudnn.LEAST_KEYS):
+        done = k0
+        for first, end in _ranges(k0, cudnn.pieces(k1 - k0, cudnn.KEY_SIZES)):
             if run is not None:
-                keys = slice(run[0] + done, run[0] + done + main)
+                keys = slice(run[0] + first - k0, run[0] + end - k0)
                 k, v = k_SKH[keys], v_SKH[keys]
             else:
-                main = min(main, _GATHERED_TOKENS)
-                at = slots.packed[k0 + done : k0 + done + main]
+                at = slots.packed[first:end]
                 k, v = k_SKH.index_select(0, at), v_SKH.index_select(0, at)
-            part, part_lse = cudnn.attention(q, k, v, scale=self._scale, causal=False)
-            if done == 0:
-                out.copy_(part)
-                lse.copy_(part_lse)
-            else:
-                merge_state_(out, lse, part, part_lse)
-            done += main
-        if k0 + done < k1:
-            ranges = ((0, mid - q0, k0 + done, k1),)
+            for low, high in q_pieces:
+                out, lse = state[0][low:high], state[1][low:high]
+                part, part_lse = cudnn.attention(
+                    q_TNH[low:high], k, v, scale=self._scale, causal=False
+                )
+                if first == k0:
+                    out.copy_(part)
+                    lse.copy_(part_lse)
+                else:
+                    merge_state_(out, lse, part, part_lse)
+            done = end
+        mid = q_pieces[-1][1]
+        if done < k1:
+            q, out, lse = q_TNH[q0:mid], state[0][q0:mid], state[1][q0:mid]
+            ranges = ((0, mid - q0, done, k1),)
             merge_state_(
                 out, lse, *extend(q, k_SKH, v_SKH, slots.packed, ranges, scale=self._scale)
             )
         return [(mid, q1, k0, k1)] if mid < q1 else []
+
+
+def _ranges(start: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of these sizes."""
+    return pairwise(accumulate(sizes, initial=start))
 
 
 def _empty_state(q_TNH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -204,4 +227,4 @@ def select_cuda_backend(
         square = FlashAttn(scale, "flash_attn")
     elif not use_cudnn and not hopper:
         square = CudaFlashBackend(scale)
-    return TritonBackend(scale, square=square, use_cudnn=use_cudnn)
+    return TritonBackend(scale, square=square, use_cudnn=use_cudnn, dtype=dtype)

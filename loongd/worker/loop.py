@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from loongd.errors import LoongError, PlanError
+from loongd.errors import LoongError, PlanError, StepRefusedError
 from loongd.wire import (
     AuditRequest,
     Fatal,
@@ -127,9 +127,10 @@ class WorkerLoop:
         try:
             flight = self._launch(runner, step)
         except (LoongError, RuntimeError) as error:
-            # With others in the step, they would wait for this worker: only alone can it go on.
-            # (A LoongError of a single member comes before or after all that its workers share.)
-            if len(step.members) > 1 or not (runner.alone or isinstance(error, LoongError)):
+            # With others in the step, they would wait for this worker: only alone can it go on,
+            # or when all refuse. (All workers of a single member find the same PlanError.)
+            together = len(step.members) == 1 and (runner.alone or isinstance(error, PlanError))
+            if not (together or isinstance(error, StepRefusedError)):
                 raise
             _log.warning("step %d failed: %s", step.step_id, _first_line(error))
             self._refuse(step, _first_line(error))

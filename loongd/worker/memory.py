@@ -5,6 +5,7 @@ Knows: what a forward pass takes, measured on the device itself. Does not know: 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ _PROFILED_TOKENS = 4 * LINEAR_CHUNK_TOKENS
 """Most tokens of the forward passes that measure the memory of activations."""
 _GPU_RESERVE_BYTES = 2 << 30
 """Kept for NCCL, cuBLAS and the allocator's fragments."""
+_STEP_MARGIN = 1.25
+"""The pool leaves so many times the memory that a largest step was measured to take."""
 
 
 def device_name(device: torch.device) -> str:
@@ -52,25 +55,58 @@ def make_pool(spec: ModelSpec, num_slots: int, dtype: torch.dtype, device: torch
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Memory of a step's work by its new tokens: a line through two measured forward passes.
+
+    `most_bytes` were taken by a pass of `tokens`, `token_bytes` by each more. The linear layers
+    work in chunks, so from `knee_tokens` on only what attention needs grows with the step; below,
+    all of it does.
+    """
+
+    tokens: int
+    most_bytes: int
+    token_bytes: float
+    knee_tokens: int
+
+    @classmethod
+    def measure(
+        cls, max_step_tokens: int, model: Llama, partials: Partials, device: torch.device
+    ) -> StepBytes | None:
+        """By passes of up to `max_step_tokens`; None on a CPU, whose memory is not counted."""
+        if device.type != "cuda":
+            return None
+        more = min(max_step_tokens, _PROFILED_TOKENS)
+        less = max(more // 2, 1)
+        most, half = (_peak_bytes(model, partials, tokens, device) for tokens in (more, less))
+        slope = (most - half) / max(more - less, 1)
+        return cls(more, most, slope, min(less, LINEAR_CHUNK_TOKENS))
+
+    def of(self, tokens: int) -> int:
+        """Bytes that a step of so many new tokens takes at its peak."""
+        on_line = max(tokens, self.knee_tokens)
+        line_bytes = self.most_bytes + self.token_bytes * (on_line - self.tokens)
+        return int(line_bytes * tokens / on_line)
+
+
 def pool_tokens(
     start: Start,
     spec: ModelSpec,
-    model: Llama,
-    partials: Partials,
+    step_bytes: StepBytes | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> int:
     """How many slots this worker's memory allows. Raises WorkerError when none."""
     element = torch.empty(0, dtype=dtype).element_size()
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
-    if device.type == "cpu":
+    if step_bytes is None:
         allowed = int(_available_bytes() * _CPU_POOL_SHARE) // start.world_size
         tokens = min(_CPU_POOL_TOKENS, allowed // token_bytes)
     else:
         total = torch.cuda.get_device_properties(device).total_memory
         left = int(total * start.gpu_memory_utilization) - _GPU_RESERVE_BYTES
         left -= torch.cuda.memory_allocated(device)
-        left -= _activation_bytes(start, model, partials, device)
+        left -= int(_STEP_MARGIN * step_bytes.of(start.max_step_tokens))
         tokens = left // token_bytes
     if tokens < 1:
         raise WorkerError(
@@ -78,19 +114,6 @@ def pool_tokens(
             f"({token_bytes} bytes a token); lower max_model_len or raise gpu_memory_utilization"
         )
     return tokens
-
-
-def _activation_bytes(start: Start, model: Llama, partials: Partials, device: torch.device) -> int:
-    """Memory of a step of `max_step_tokens`: measured, or on a line through two smaller ones.
-
-    The linear layers work in chunks, so only what attention needs grows with the step.
-    """
-    wanted = start.max_step_tokens
-    more = min(wanted, _PROFILED_TOKENS)
-    less = more // 2
-    peak, half = (_peak_bytes(model, partials, tokens, device) for tokens in (more, less))
-    per_token = (peak - half) / max(more - less, 1)
-    return int(1.25 * (peak + per_token * (wanted - more)))
 
 
 def _peak_bytes(model: Llama, partials: Partials, tokens: int, device: torch.device) -> int:

@@ -6,40 +6,42 @@ Does not know: sockets, scheduling, what other steps there are.
 
 from __future__ import annotations
 
+import logging
 import os
-from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from loongd.errors import ModelError, WorkerError
-from loongd.kernels.attention import AttentionBackend, select_backend
-from loongd.model.llama import LINEAR_CHUNK_TOKENS, Llama
-from loongd.model.sampler import Drawn, sample
+from loongd.kernels.attention import AttentionBackend
+from loongd.kernels.partials import FloatPartials, Partials
+from loongd.model.llama import Llama
+from loongd.model.sampler import sample, sample_once
 from loongd.model.shard import Shard
 from loongd.model.spec import ModelSpec
 from loongd.model.weights import load_weights
 from loongd.wire import Audit, Ready, RunMigrate, RunStep, Sampled, Start
 from loongd.worker.attention import EspAttention
 from loongd.worker.comm import DistTensorParallel, DistTransport, LoopbackWorld, Transport
+from loongd.worker.decoder import Decoder, can_capture
+from loongd.worker.flight import Flight, Landed, report
+from loongd.worker.follow import LastDraw
 from loongd.worker.geometry import lay_out
 from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import RowBytes, StepLayout
+from loongd.worker.memory import StepBytes, device_name, make_pool, pool_tokens
 from loongd.worker.migrate import migrate
+from loongd.worker.numerics import Numerics
+from loongd.worker.room import Room
+from loongd.worker.warm import SEGMENTS, warm_steps
 
-_CPU_POOL_TOKENS = 16384
-"""Default slots of a CPU instance; pages of the pool are taken only when they are written."""
-_CPU_POOL_SHARE = 0.25
-"""Most of the available memory that the pools of all CPU instances may take by default."""
-_PROFILED_TOKENS = 4 * LINEAR_CHUNK_TOKENS
-"""Most tokens of the forward passes that measure the memory of activations."""
-_GPU_RESERVE_BYTES = 2 << 30
-"""Kept for NCCL, cuBLAS and the allocator's fragments."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +57,23 @@ class Parts:
     backend: AttentionBackend
     kv: KvCache
     tensor_parallel: DistTensorParallel | None
+    partials: Partials = field(default_factory=FloatPartials)
+    step_bytes: StepBytes | None = None
 
 
 class Runner:
     """Runs steps; one at a time, each to its end."""
 
-    def __init__(self, parts: Parts, instance: int, pulse: Pulse) -> None:
+    def __init__(
+        self, parts: Parts, instance: int, pulse: Pulse, *, decoder: Decoder | None = None
+    ) -> None:
+        """`decoder` runs the decode steps that it can; `capture` makes one for GPUs."""
         self.parts = parts
         self._instance = instance
         self._pulse = pulse
+        self._last = LastDraw()
+        self._decoder = decoder
+        self._room = Room(parts.step_bytes, parts.transport, parts.tensor_parallel, parts.device)
         spec = parts.spec
         self._row_bytes = RowBytes.of(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, parts.kv.k_LSKH.element_size()
@@ -93,13 +103,21 @@ class Runner:
             progress=progress,
             shard=shard,
         )
-        model = Llama(spec, weights, device, dtype, tensor_parallel=tensor_parallel)
+        numerics = Numerics.choose(device, dtype, spec.head_dim, deterministic=start.deterministic)
+        model = Llama(
+            spec,
+            weights,
+            device,
+            dtype,
+            tensor_parallel=tensor_parallel,
+            arithmetic=numerics.arithmetic,
+        )
         progress("kv pool", 0.0)
-        num_slots = start.kv_pool_tokens or _pool_tokens(start, spec, model, device, dtype)
+        step_bytes = StepBytes.measure(start.max_step_tokens, model, numerics.partials, device)
+        num_slots = start.kv_pool_tokens or pool_tokens(start, spec, step_bytes, device, dtype)
         if tensor_parallel is not None:
             num_slots = tensor_parallel.smallest(num_slots, device)
-        kv = _make_pool(spec, num_slots, dtype, device)
-        backend = select_backend(device, dtype, spec.head_dim, spec.head_dim**-0.5)
+        kv = make_pool(spec, num_slots, dtype, device)
         parts = Parts(
             spec,
             device,
@@ -107,13 +125,16 @@ class Runner:
             weights.num_bytes(),
             model,
             transport,
-            backend,
+            numerics.backend,
             kv,
             tensor_parallel,
+            numerics.partials,
+            step_bytes,
         )
         runner = cls(parts, start.instance, pulse)
-        progress("warm-up", 0.0)
-        runner.warm_up()
+        runner.warm_up(start.world_size // start.tensor_parallel_size, progress)
+        if not start.deterministic:
+            runner.capture(start.world_size, progress)
         return runner
 
     @property
@@ -129,7 +150,7 @@ class Runner:
             pool_tokens=parts.kv.total,
             kv_bytes_per_token=parts.kv.k_LSKH[:, :1].nbytes * 2,
             weights_bytes=parts.weights_bytes,
-            device_name=_device_name(parts.device),
+            device_name=device_name(parts.device),
             attention_backend=parts.backend.name,
         )
 
@@ -147,6 +168,8 @@ class Runner:
     def free(self, segments: list[int]) -> None:
         """Forget segments."""
         self.parts.kv.free(segments)
+        if self._decoder is not None:
+            self._decoder.forget(segments)
 
     def keep(self, segments: list[int]) -> None:
         """Forget all segments but these."""
@@ -159,16 +182,45 @@ class Runner:
         Raises PlanError, WorkerError, or RuntimeError from torch.
         """
         migrate(message, self._instance, self.parts.kv, self.parts.transport)
+        self.parts.kv.rewrites += 1
+        self._finish()
 
-    @torch.inference_mode()
     def run(self, step: RunStep) -> list[Sampled]:
         """This worker's part of a step; collective over all workers of its members.
 
         Tokens are drawn by the first worker of an instance; the others return none. A request
         for which none can be drawn is left out.
-        Raises PlanError for a plan that contradicts the pool, WorkerError for lost peers or
-        broken logits, RuntimeError from torch; the pool is as before in all cases.
+        Raises PlanError for a plan that contradicts the pool, StepRefusedError (all workers of all
+        members do) for one without room in memory, WorkerError when memory runs out all the same
+        or peers are lost, RuntimeError from torch; the pool is as before in all cases.
         """
+        return self.launch(step).wait()
+
+    @torch.inference_mode()
+    def launch(self, step: RunStep) -> Flight:
+        """Start a step, as `run`; a decode step on a GPU may not be over when this returns.
+
+        The next step can be launched before: the device does them in order.
+        """
+        try:
+            return self._launch(step)
+        except torch.OutOfMemoryError as error:
+            _log.warning("step %d: %s", step.step_id, str(error))
+        raise self._room.ran_out(step)
+
+    def _launch(self, step: RunStep) -> Flight:
+        decoder = self._decoder
+        if decoder is None:
+            return Landed(self._run_now(self._last.fill(step)))
+        if not decoder.has_drawn(step.follows):
+            step = self._last.fill(step)
+        shape = decoder.shape_of(step)
+        if shape is None:
+            return Landed(self._run_now(step))
+        return decoder.launch(step, shape)
+
+    def _run_now(self, step: RunStep) -> list[Sampled]:
+        self._room.agree(step)
         kv = self.parts.kv
         windowed = self._is_windowed(step)
         layout = lay_out(step, self._instance, kv, row_bytes=self._row_bytes, windowed=windowed)
@@ -176,22 +228,58 @@ class Runner:
             undo.callback(self._take_back, layout)
             sampled = self._forward(layout)
             undo.pop_all()
+        self._finish()
+        self._last.ran(step, sampled)
         return sampled
+
+    def _finish(self) -> None:
+        """Wait for the device: only then is the step over, and its time known."""
+        if self.parts.device.type == "cuda":
+            torch.cuda.synchronize(self.parts.device)
 
     def _take_back(self, layout: StepLayout) -> None:
         for segment, count in reversed(layout.grown):
             self.parts.kv.truncate(segment, count)
 
-    def warm_up(self) -> None:
-        """A small forward pass over every path that compiles or allocates on first use."""
+    @torch.inference_mode()
+    def warm_up(self, num_instances: int, progress: Callable[[str, float], None]) -> None:
+        """Do once what compiles, plans or allocates on first use; collective over all workers.
+
+        Raises ModelError when the weights give no finite logits.
+        """
         parts = self.parts
+        progress("warm-up", 0.0)
         tokens = torch.zeros(16, dtype=torch.int64, device=parts.device)
         positions = torch.arange(16, device=parts.device)
         hidden = parts.model.forward(
             tokens, positions, torch.full_like(positions, 16), lambda _, q, __, ___: q
         )
-        if not bool(torch.isfinite(parts.model.logits(hidden[-1:])).all()):
+        logits_1V = parts.model.logits(hidden[-1:])
+        if not bool(torch.isfinite(logits_1V).all()):
             raise ModelError("the weights give no finite logits")
+        sample_once(logits_1V)
+        if parts.device.type != "cuda":
+            return
+        spec = parts.spec
+        for fraction in parts.backend.plan_ahead(spec.num_heads, spec.num_kv_heads, spec.head_dim):
+            progress("warm-up", fraction)
+        for step in warm_steps(self._instance, num_instances, parts.kv.total):
+            self._run_now(step)
+        self.free(list(SEGMENTS))
+
+    @torch.inference_mode()
+    def capture(self, world_size: int, progress: Callable[[str, float], None]) -> None:
+        """Capture decode steps as graphs where device and model allow; collective over all."""
+        parts = self.parts
+        if parts.tensor_parallel is not None or not parts.partials.capturable:
+            return
+        if not can_capture(parts.spec, parts.device):
+            return
+        self._decoder = Decoder.build(
+            parts.model, parts.spec, parts.kv, instance=self._instance, world_size=world_size
+        )
+        for fraction in self._decoder.capture():
+            progress("graphs", fraction)
 
     def _is_windowed(self, step: RunStep) -> bool:
         smallest = min((w for w in self._windows if w is not None), default=None)
@@ -210,39 +298,27 @@ class Runner:
             scale=parts.spec.head_dim**-0.5,
             windows=self._windows if windowed else (None,) * parts.spec.num_layers,
             pulse=self._pulse,
+            partials=parts.partials,
+            sampled_only=True,
         )
-        hidden_TD = parts.model.forward(
+        hidden_BD = parts.model.forward(
             self._tensor(layout.tokens),
             self._tensor(layout.positions),
             self._tensor(layout.lengths),
             attention,
+            rows_B=self._tensor(np.array(layout.sample_rows, np.int64)),
         )
         if not layout.sampled:
             return []
-        logits_BV = parts.model.logits(hidden_TD[list(layout.sample_rows)])
+        logits_BV = parts.model.logits(hidden_BD)
         if parts.tensor_parallel is not None and parts.tensor_parallel.rank:
             return []
         params = [e.sampling for e in layout.sampled if e.sampling is not None]
         positions = [e.start + len(e.tokens) // 4 for e in layout.sampled]
-        drawn = sample(logits_BV, params, positions)
-        return [
-            _sampled(extend.request_id, token, one)
-            for extend, one in zip(layout.sampled, drawn, strict=True)
-            if (token := one.token) is not None
-        ]
+        return report(layout.sampled, sample(logits_BV, params, positions))
 
     def _tensor(self, values: object) -> Tensor:
         return torch.as_tensor(values).to(self.parts.device, non_blocking=True)
-
-
-def _sampled(request_id: str, token: int, drawn: Drawn) -> Sampled:
-    return Sampled(
-        request_id=request_id,
-        token=token,
-        logprob=drawn.logprob,
-        top_ids=array("i", [token for token, _ in drawn.top]).tobytes(),
-        top_logprobs=array("f", [logprob for _, logprob in drawn.top]).tobytes(),
-    )
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -268,10 +344,6 @@ def _take_device(start: Start) -> torch.device:
     return device
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def _join_world(start: Start, device: torch.device) -> tuple[Transport, DistTensorParallel | None]:
     if start.world_size == 1:
         return LoopbackWorld(1).transport(0), None
@@ -283,79 +355,3 @@ def _join_world(start: Start, device: torch.device) -> tuple[Transport, DistTens
         tensor_parallel_size=start.tensor_parallel_size,
     )
     return transport, transport.tensor_parallel
-
-
-def _make_pool(
-    spec: ModelSpec, num_slots: int, dtype: torch.dtype, device: torch.device
-) -> KvCache:
-    """The pool. Raises WorkerError with the sizes when the device cannot hold it."""
-    try:
-        return KvCache(
-            num_layers=spec.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-    except RuntimeError as error:
-        element = torch.empty(0, dtype=dtype).element_size()
-        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
-        raise WorkerError(
-            f"a KV pool of {num_slots:,} tokens needs {num_slots * token_bytes / 2**30:,.1f} GiB, "
-            f"which {_device_name(device)} cannot give; lower kv_pool_tokens"
-        ) from error
-
-
-def _pool_tokens(
-    start: Start, spec: ModelSpec, model: Llama, device: torch.device, dtype: torch.dtype
-) -> int:
-    """How many slots memory allows. Raises WorkerError when none."""
-    element = torch.empty(0, dtype=dtype).element_size()
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
-    if device.type == "cpu":
-        allowed = int(_available_bytes() * _CPU_POOL_SHARE) // start.world_size
-        tokens = min(_CPU_POOL_TOKENS, allowed // token_bytes)
-    else:
-        total = torch.cuda.get_device_properties(device).total_memory
-        left = int(total * start.gpu_memory_utilization) - _GPU_RESERVE_BYTES
-        left -= torch.cuda.memory_allocated(device) + _activation_bytes(start, model, device)
-        tokens = left // token_bytes
-    if tokens < 1:
-        raise WorkerError(
-            f"no memory is left for the KV pool on {_device_name(device)} "
-            f"({token_bytes} bytes a token); lower max_model_len or raise gpu_memory_utilization"
-        )
-    return tokens
-
-
-def _activation_bytes(start: Start, model: Llama, device: torch.device) -> int:
-    """Memory of a step of `max_step_tokens`: measured, or on a line through two smaller ones.
-
-    The linear layers work in chunks, so only what attention needs grows with the step.
-    """
-    wanted = start.max_step_tokens
-    more = min(wanted, _PROFILED_TOKENS)
-    less = more // 2
-    peak, half = (_peak_bytes(model, tokens, device) for tokens in (more, less))
-    per_token = (peak - half) / max(more - less, 1)
-    return int(1.25 * (peak + per_token * (wanted - more)))
-
-
-def _peak_bytes(model: Llama, tokens: int, device: torch.device) -> int:
-    """Most memory that a forward pass takes on top of what is taken."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
-    # Attention holds about as much again in float32: its output, and the ring's two blocks.
-    model.forward(zeros, zeros, zeros + 1, lambda _, q, __, ___: (q.float() + q.float()).to(q))
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    return peak
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise WorkerError("/proc/meminfo has no MemAvailable")

@@ -15,7 +15,6 @@ from cluster_kit import CPU, GREEDY, Cluster, Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from loongd.wire import Extend, RunMigrate, RunStep, Sampled, Sampling, pack_tokens
 from loongd.worker.decode_graphs import DecodeGraphs, Engine
@@ -34,8 +33,8 @@ DRAWN = Sampling(temperature=1.0, seed=5, num_logprobs=2)
 class DecodingCluster(Cluster):
     """Runners with decoders; `unknown` steps send no tokens, as the scheduler's queued ones."""
 
-    def __init__(self, model_dir: Path, num_instances: int) -> None:
-        super().__init__(model_dir, num_instances)
+    def __init__(self, llama_dir: Path, num_instances: int) -> None:
+        super().__init__(llama_dir, num_instances)
         sizes = {
             "max_rows": MAX_EXCHANGED_ROWS,
             "num_heads": self.spec.num_heads,
@@ -65,26 +64,8 @@ class DecodingCluster(Cluster):
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=96,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        vocab_size=199,
-        initializer_range=0.2,
-        max_position_embeddings=1024,
-    )
-    path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def clusters(model_dir: Path) -> tuple[DecodingCluster, Cluster]:
-    return DecodingCluster(model_dir, NUM_INSTANCES), Cluster(model_dir, NUM_INSTANCES)
+def clusters(llama_dir: Path) -> tuple[DecodingCluster, Cluster]:
+    return DecodingCluster(llama_dir, NUM_INSTANCES), Cluster(llama_dir, NUM_INSTANCES)
 
 
 def _advance(

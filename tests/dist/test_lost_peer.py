@@ -7,7 +7,6 @@ requests go on) is shown by tests/e2e/test_failures.py.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -22,36 +21,18 @@ from loongd.wire import Extend, RunStep, Sampling, Start, StepDone, pack_tokens
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(90)]
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
 STALL_S = 4.0
 
 
 @asynccontextmanager
-async def _two_instances(directory: Path) -> AsyncIterator[WorkerPool]:
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+async def _two_instances(directory: Path, model_dir: Path) -> AsyncIterator[WorkerPool]:
     starts = [
         Start(
             rank=rank,
             world_size=2,
             epoch=1,
             rendezvous=str(directory / "rendezvous"),
-            model_dir=str(directory),
+            model_dir=str(model_dir),
             load_format="dummy",
             dtype="float32",
             device="cpu",
@@ -102,9 +83,11 @@ async def _losses(pool: WorkerPool, count: int) -> dict[int, str]:
     return found
 
 
-async def test_a_peer_killed_in_mid_exchange_is_an_error_at_once(tmp_path: Path) -> None:
+async def test_a_peer_killed_in_mid_exchange_is_an_error_at_once(
+    tmp_path: Path, llama_dir: Path
+) -> None:
     """A step goes well; in the next, instance 1 leaves instance 0 waiting, and then dies."""
-    async with _two_instances(tmp_path) as pool:
+    async with _two_instances(tmp_path, llama_dir) as pool:
         for instance in (0, 1):
             pool.send(instance, _striped_prefill(1))
         for _ in range(2):
@@ -120,9 +103,11 @@ async def test_a_peer_killed_in_mid_exchange_is_an_error_at_once(tmp_path: Path)
         assert "hung in a step" not in losses[0], "noticed only by the clock"
 
 
-async def test_a_message_that_never_comes_is_an_error_within_seconds(tmp_path: Path) -> None:
+async def test_a_message_that_never_comes_is_an_error_within_seconds(
+    tmp_path: Path, llama_dir: Path
+) -> None:
     """Instance 1 has not been told of the step: both live, and instance 0 would wait for ever."""
-    async with _two_instances(tmp_path) as pool:
+    async with _two_instances(tmp_path, llama_dir) as pool:
         pool.send(0, _striped_prefill(1))
         losses = await _losses(pool, 1)
         assert "hung in a step" in losses[0]

@@ -12,7 +12,7 @@ import torch
 from cluster_kit import Cluster, Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from loongd.wire import Sampling
 
@@ -22,23 +22,6 @@ NUM_INSTANCES = 4
 def _save(model: torch.nn.Module, path: Path) -> Path:
     model.save_pretrained(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GQA with 6 query heads over 2: no number of instances above 3 divides them."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=96,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        vocab_size=199,
-        initializer_range=0.2,
-        max_position_embeddings=1024,
-    )
-    return _save(LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster_kit import Cluster
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from loongd.errors import PlanError
 from loongd.sched.events import (
@@ -38,24 +38,6 @@ from loongd.worker.geometry import lay_out
 from loongd.worker.layout import RowBytes
 
 NUM_SLOTS = 40
-
-
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=199,
-        initializer_range=0.2,
-        max_position_embeddings=512,
-    )
-    path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
 
 
 class Rig:

@@ -6,32 +6,14 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from cluster_kit import Cluster
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from loongd.worker.warm import SEGMENTS, warm_steps
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=50,
-    )
-    path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize("num_instances", [1, 3])
-def test_all_instances_run_them(model_dir: Path, num_instances: int) -> None:
-    cluster = Cluster(model_dir, num_instances, num_slots=400)
+def test_all_instances_run_them(llama_dir: Path, num_instances: int) -> None:
+    cluster = Cluster(llama_dir, num_instances, num_slots=400)
     counts: dict[int, int] = {}
 
     def run(rank: int) -> None:
@@ -47,7 +29,7 @@ def test_all_instances_run_them(model_dir: Path, num_instances: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert counts == {rank: 4 if num_instances == 1 else 8 for rank in range(num_instances)}
+    assert counts == dict.fromkeys(range(num_instances), 4 if num_instances == 1 else 8)
     cluster.check()
 
 

@@ -221,13 +221,19 @@ def rope_store_kv(
 
 
 def apply_rotary(
-    q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    cos_TH: Tensor,
+    sin_TH: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotated queries and keys, new and contiguous; see `kernels.elementwise.apply_rotary`."""
-    out = (
-        torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device),
-        torch.empty(k_TKH.shape, dtype=k_TKH.dtype, device=k_TKH.device),
-    )
+    """Rotated queries and keys; see `kernels.elementwise.apply_rotary`."""
+    if out is None:
+        out = (
+            torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device),
+            torch.empty(k_TKH.shape, dtype=k_TKH.dtype, device=k_TKH.device),
+        )
     _rotate(q_TNH, k_TKH, cos_TH, sin_TH, out, None)
     return out
 
