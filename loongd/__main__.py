@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loongd import __version__, config, log
-from loongd.config import Config, Option
+from loongd.config import Config
 from loongd.errors import ConfigError, LoongError
+from loongd.options import Option
 
 
 def main(argv: Sequence[str] | None = None) -> int:

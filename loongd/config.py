@@ -10,16 +10,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from math import isfinite
-from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from loongd.errors import ConfigError
+from loongd.options import ENV_PREFIX, Option, options_of
 from loongd.sizes import parse_size
 
-ENV_PREFIX = "LOONGD_"
 ENV_CONFIG = "LOONGD_CONFIG"
 ENV_ADMIN_SOCKET = "LOONGD_ADMIN_SOCKET"
 DEFAULT_FILE = "/etc/loongd/loongd.toml"
@@ -67,6 +67,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Count,
         Meta(description="Workers per instance, on one GPU each; must divide the KV heads."),
     ] = 1
+    deterministic: Annotated[
+        bool, Meta(description="Same tokens in any batch, group and chunks; several times slower.")
+    ] = False
     kv_pool_tokens: Annotated[
         Count | None,
         Meta(description="KV slots of each instance; default: what memory allows."),
@@ -80,8 +83,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = None
     policy: Annotated[
         Literal["fcfs", "loongserve"],
-        Meta(description="Scheduling policy; loongserve weighs predicted times and chunks."),
-    ] = "fcfs"
+        Meta(description="Scheduling policy: loongserve weighs predicted times, and chunks."),
+    ] = "loongserve"
     max_prefill_wait: Annotated[
         Seconds,
         Meta(description="Seconds that a chunk of a long prompt may take, so that others get in."),
@@ -96,6 +99,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_num_batched_tokens: Annotated[
         Count, Meta(description="Most short-prompt tokens that share one prefill step.")
     ] = 8192
+    max_step_tokens: Annotated[
+        Count,
+        Meta(description="Most new tokens of one instance in a step; memory is kept for so many."),
+    ] = 131072
     prefill_tokens_per_instance: Annotated[
         Count,
         Meta(description="A prompt gets one more instance for each so many tokens."),
@@ -107,6 +114,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_num_queued_reqs: Annotated[
         Count, Meta(description="Requests that may wait; more get 503 with Retry-After.")
     ] = 4096
+    queue_ahead: Annotated[
+        bool, Meta(description="Give workers a group's next decode step before the last has ended.")
+    ] = True
     # -- API
     host: Annotated[str, Meta(description="Address of the API.")] = "127.0.0.1"
     port: Annotated[
@@ -160,89 +170,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 # ---- options as data --------------------------------------------------------------------------
 
 
-class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of `Config` as the command line and the file show it.
-
-    Args:
-        name: the field, and the key of the file.
-        kind: `int`, `float`, `str`, `bool` or `list`; what an optional field holds when set.
-        default: the field's default; None when the daemon decides.
-        help: the field's description.
-        choices: the legal words of a Literal, in the order of its declaration.
-        expected: what a value must be, in words for an error.
-    """
-
-    name: str
-    kind: str
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    expected: str
-
-    @property
-    def flag(self) -> str:
-        """The long flag: `--max-model-len` for `max_model_len`."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        """The environment variable: `LOONGD_MAX_MODEL_LEN` for `max_model_len`."""
-        return ENV_PREFIX + self.name.upper()
-
-
-def _unwrap(hint: Any) -> tuple[Any, dict[str, Any]]:
-    """The bare type of an annotation (without `| None`), and its bounds and description."""
-    bounds: dict[str, Any] = {}
-    while True:
-        if get_origin(hint) is Annotated:
-            hint, *metas = get_args(hint)
-            for meta in metas:
-                found = {k: getattr(meta, k) for k in ("gt", "ge", "le", "description")}
-                bounds.update({k: v for k, v in found.items() if v is not None})
-        elif get_origin(hint) in {Union, UnionType}:
-            hint = next(arm for arm in get_args(hint) if arm is not NoneType)
-        else:
-            return hint, bounds
-
-
-def _in_words(bare: Any, bounds: Mapping[str, Any], choices: tuple[str, ...]) -> str:
-    if choices:
-        return "expected " + " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-    if bare is bool:
-        return "expected true or false"
-    if bare is str:
-        return "expected a text"
-    if get_origin(bare) is list:
-        return "expected a list of texts"
-    words = "expected a whole number" if bare is int else "expected a number"
-    if "ge" in bounds and "le" in bounds:
-        return f"{words} from {bounds['ge']} to {bounds['le']}"
-    limits = [f"above {bounds['gt']:g}"] if "gt" in bounds else []
-    limits += [f"of at least {bounds['ge']:g}"] if "ge" in bounds else []
-    limits += [f"at most {bounds['le']:g}"] if "le" in bounds else []
-    return " ".join([words, " and ".join(limits)]).strip()
-
-
-def _options() -> dict[str, Option]:
-    hints = get_type_hints(Config, include_extras=True)
-    blank = Config()
-    found = {}
-    for name in Config.__struct_fields__:
-        bare, bounds = _unwrap(hints[name])
-        choices = get_args(bare) if get_origin(bare) is Literal else ()
-        origin = get_origin(bare)
-        found[name] = Option(
-            name=name,
-            kind="str" if origin is Literal else (origin or bare).__name__,
-            default=getattr(blank, name),
-            help=bounds["description"],
-            choices=choices,
-            expected=_in_words(bare, bounds, choices),
-        )
-    return found
-
-
-OPTIONS: Mapping[str, Option] = MappingProxyType(_options())
+OPTIONS: Mapping[str, Option] = MappingProxyType(options_of(Config))
 
 # The first field of each part of the file and of --help.
 SECTIONS: Mapping[str, str] = MappingProxyType(
@@ -312,6 +240,11 @@ def merge(
 
 def check(config: Config) -> None:
     """Raise ConfigError where two options contradict, or a value is legal but unsupported."""
+    if config.max_num_batched_tokens > config.max_step_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}, but an instance may have "
+            f"only {config.max_step_tokens} new tokens in a step (max_step_tokens)"
+        )
     if not config.host:
         raise ConfigError("host is empty: name an address (0.0.0.0 for all of IPv4)")
     if not all(key.strip() for key in config.api_key):
