@@ -101,12 +101,15 @@ def refit(found: dict[str, Any]) -> dict[str, Any]:
     profile = msgspec.convert(found["profile"], Profile)
     prefill = []
     for old in profile.prefill:
-        points = [
-            PrefillPoint(tuple(map(tuple, p["items"])), p["seconds"])
-            for p in found["profiled"]
-            if p["phase"] == "prefill" and p["dop"] == old.dop
-        ]
-        prefill.append(fit_measured(old.dop, points))
+        points, launches = (
+            [
+                PrefillPoint(tuple(map(tuple, p["items"])), p["seconds"])
+                for p in found["profiled"]
+                if p["phase"] == phase and p["dop"] == old.dop
+            ]
+            for phase in ("prefill", "launch")
+        )
+        prefill.append(fit_measured(old.dop, points, launches))
     decode = []
     for fit in profile.decode:
         steps = [
@@ -194,7 +197,7 @@ def parse() -> argparse.Namespace:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The result: measured, or fitted anew."""
     if args.refit is not None:
-        earlier = json.loads(args.refit.read_text(encoding="utf-8"))
+        earlier: dict[str, Any] = json.loads(args.refit.read_text(encoding="utf-8"))
         return earlier | refit(earlier)
     load = os.getloadavg()[0]
     where = contextlib.nullcontext(args.runtime_dir) if args.runtime_dir else serving(args.loongd)

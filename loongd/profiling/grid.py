@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from statistics import median
+from statistics import median, median_low
+
+from loongd.sched.sib_detail import LONG_CACHED_TOKENS, LONG_NEW_TOKENS
 
 Items = tuple[tuple[int, int], ...]
 NUM_BLOCKS = 128
 """Blocks of KV that chunks and decode steps read."""
 PROFILE_SEED = 1
 _MIN_TOKENS = 16
-_MIN_ROUNDS = 3
 _SINGLES = 12
 _RANDOM_PREFILLS = 12
 _MOST_REQUESTS = 24
@@ -36,6 +37,12 @@ _LEVELS = (NUM_BLOCKS // 16, NUM_BLOCKS // 4, NUM_BLOCKS)
 """Blocks that a decode step reads altogether, beside next to none."""
 
 
+_SMALL_BATCHES = ((1, 15), (1, 63), (1, 119), (2, 31), (4, 31), (8, 15), (16, 15))
+"""Requests and new tokens of each, in steps that a GPU waits for its host in."""
+_SMALL_CHUNKS = ((1, 31), (2, 79), (3, 119))
+"""Part of the blocks that are read, and new tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much time a profile may take.
@@ -43,7 +50,9 @@ class Effort:
     Args:
         max_step_s: the longest prefill step worth timing.
         max_decode_s: the longest decode step over little KV worth timing.
-        max_rounds: most repetitions of one point.
+        min_rounds: fewest runs of one point, the first of which does not count; two are enough
+            for long steps of a GPU, which are the same to a per cent each time.
+        max_rounds: most runs of one point.
         point_s: seconds that one point's repetitions may take altogether.
         max_batch: the largest decode batch.
         fill_s: seconds of prefill that the KV for chunks and decode steps may take.
@@ -51,21 +60,43 @@ class Effort:
 
     max_step_s: float
     max_decode_s: float
+    min_rounds: int
     max_rounds: int
     point_s: float
     max_batch: int
     fill_s: float
 
     def rounds(self, step_s: float) -> int:
-        """Repetitions of a step that took `step_s` at first; that one counts."""
-        return min(max(int(self.point_s / step_s), _MIN_ROUNDS), self.max_rounds)
+        """Runs of a step that took `step_s` at first; that one counts."""
+        return min(max(int(self.point_s / step_s), self.min_rounds), self.max_rounds)
+
+    def times(self, factor: int) -> Effort:
+        """So many times the runs: for steps that differ each time."""
+        return replace(
+            self,
+            min_rounds=factor * self.min_rounds,
+            max_rounds=factor * self.max_rounds,
+            point_s=factor * self.point_s,
+        )
 
 
 QUICK = Effort(
-    max_step_s=0.6, max_decode_s=0.25, max_rounds=7, point_s=0.2, max_batch=256, fill_s=3.0
+    max_step_s=0.6,
+    max_decode_s=0.25,
+    min_rounds=2,
+    max_rounds=5,
+    point_s=0.3,
+    max_batch=256,
+    fill_s=3.0,
 )
 FULL = Effort(
-    max_step_s=4.0, max_decode_s=0.6, max_rounds=9, point_s=1.5, max_batch=512, fill_s=12.0
+    max_step_s=4.0,
+    max_decode_s=0.6,
+    min_rounds=3,
+    max_rounds=9,
+    point_s=1.5,
+    max_batch=512,
+    fill_s=12.0,
 )
 
 
@@ -81,17 +112,18 @@ class DecodeSize:
 
 
 def typical(times: Sequence[float]) -> float:
-    """One time for several of the same step: the median of the fastest third.
+    """One time for several runs of the same step, in their order: the median of all but the first.
 
-    Warm-up, and whatever else runs on the machine, only makes steps slower.
+    The first compiles, plans and fills caches. The fastest one is no step's usual time where other
+    work shares the machine. Of an even number of runs the lower middle one counts: whatever else
+    happens only makes steps slower.
     """
-    ordered = sorted(times)
-    return median(ordered[: (len(ordered) + 2) // 3])
+    return median_low(times[1:] or times)
 
 
 def spread(times: Sequence[float]) -> float:
     """How much repetitions of the same step differ: their median over the fastest, less one."""
-    return median(times) / min(times) - 1
+    return median(times[1:] or times) / min(times[1:] or times) - 1
 
 
 def prefill_sizes(
@@ -111,11 +143,13 @@ def prefill_sizes(
     ]
     most = min(NUM_BLOCKS, most_cached // block_tokens)
     chunks: list[Items] = [
-        ((most // part * block_tokens, _uneven(longest // share)),)
+        ((most // part * block_tokens, _middling(longest // share)),)
         for part in (1, 3, 9)
         for share in (2 * part, 16 * part, 128)
         if most // part
     ]
+    if most:  # few queries over much KV: as long as reading it
+        chunks.append(((most * block_tokens, _middling(longest // 512)),))
     mixed = random_prefills(longest, block_tokens, most_cached, PROFILE_SEED, _RANDOM_PREFILLS)
     fitting = [items for items in batches if sum(new for _, new in items) <= longest]
     return [*dict.fromkeys([*singles, *fitting, *chunks, *mixed])]
@@ -124,6 +158,32 @@ def prefill_sizes(
 def _uneven(tokens: int) -> int:
     """Near `tokens`, but no power of two: those run faster than prompts of any length do."""
     return max(tokens - tokens // 16 - 1, _MIN_TOKENS - 1)
+
+
+def _middling(tokens: int) -> int:
+    """Near `tokens`, but not near a multiple of a large power of two: kernels take queries in such
+    pieces, and the odd rest, which costs more, is neither the largest nor the smallest."""
+    return max(tokens * 17 // 20, _MIN_TOKENS - 1)
+
+
+def launch_sizes(longest: int, block_tokens: int, limit: int, dop: int) -> list[Items]:
+    """Steps so small that a GPU waits for its host: prompts, chunks, and chunks that are long by
+    `sched.sib_detail`; up to `longest` new tokens, and `limit` tokens a request. Chunks read
+    multiples of `block_tokens`."""
+    most = min(NUM_BLOCKS, limit // block_tokens)
+    sizes: list[Items] = [((0, new),) * count for count, new in _SMALL_BATCHES]
+    sizes += [((most // part * block_tokens, new),) for part, new in _SMALL_CHUNKS if most // part]
+    long = LONG_NEW_TOKENS * dop * 5 // 4
+    sizes += [
+        ((most // part * block_tokens, long),)
+        for part in (2, 4)
+        if most // part * block_tokens >= LONG_CACHED_TOKENS * dop
+    ]
+    return [
+        items
+        for items in sizes
+        if sum(new for _, new in items) <= longest and max(map(sum, items)) <= limit
+    ]
 
 
 def decode_sizes(max_batch: int, num_masters: int, most_blocks: int) -> list[DecodeSize]:

@@ -40,7 +40,8 @@ async def repeat(jobs: Sequence[Job], effort: grid.Effort) -> AsyncGenerator[flo
         for at, job in enumerate(jobs):
             job.times.append(await job.run())
             yield _SURE_SHARE * (number + at / len(jobs)) / _SURE_ROUNDS
-    # The first run of a size may plan or compile; the second says how long it takes.
+    # The first run of a size may plan or compile, and never counts; the second says how long the
+    # others will take.
     wanted = [effort.rounds(min(job.times)) - _SURE_ROUNDS for job in jobs]
     total = sum(min(job.times) * rounds for job, rounds in zip(jobs, wanted, strict=True))
     spent = 0.0

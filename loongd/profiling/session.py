@@ -34,6 +34,10 @@ _TOO_SHORT_S = 0.003
 _CHECKED_PREFILLS = 12
 _CHECKED_DECODES = 8
 _MOST_MOVED = 16384
+_LARGE_SHARE = 0.9
+"""Of a profile's progress, for all but the small steps at its end."""
+_LAUNCH_BLOCK_TOKENS = 128
+"""Of each member in a block, so that the queries of small chunks travel and not their keys."""
 _LEAST_BATCH = 4
 """Requests of a master that are measured however long they take."""
 
@@ -51,11 +55,14 @@ class Subject:
 
 @dataclass(slots=True)
 class _Found:
-    """What a profile has so far; `points` are the measured steps, for those who fit anew."""
+    """What a profile has so far; `points` are the measured steps, for those who fit anew;
+    `longest` and `steps` are of each degree of parallelism."""
 
     prefill: list[PrefillFit]
     decode: list[DecodeFit]
     points: list[Word]
+    longest: dict[int, int]
+    steps: dict[int, list[PrefillPoint]]
 
 
 class Session:
@@ -75,11 +82,17 @@ class Session:
     async def profile(self, subject: Subject, *, quick: bool) -> AsyncGenerator[Word, None]:
         """Progress, then `{"made": Profile, "points": [...]}`."""
         dops = _dops(len(self._bench.instances))
-        found = _Found([], [], [])
+        found = _Found([], [], [], {}, {})
         links = Links(self._bench, {})
         for number, dop in enumerate(dops):
             async for word in self._profile_dop(dop, found):
-                yield _within(word, number, len(dops))
+                within = _within(word, number, len(dops))
+                yield within | {"fraction": _LARGE_SHARE * within["fraction"]}
+        # Last of all: what the host needs falls during a profile; see `sched.sib_fit_detail`.
+        for number, dop in enumerate(dops):
+            async for done in self._profile_launches(dop, found):
+                at = _LARGE_SHARE + (1 - _LARGE_SHARE) * (number + done) / len(dops)
+                yield {"stage": f"dop {dop}: launches", "fraction": at}
         if len(self._bench.instances) > 1:
             most = min(self._longest, _MOST_MOVED, self._bench.pool_tokens // 3)
             async for _ in links.measure(most):
@@ -102,20 +115,29 @@ class Session:
         jobs = [self._prefill_job(items) for items in sizes]
         async for done in repeat(jobs, self._effort):
             yield {"stage": f"dop {dop}: prefill", "fraction": 0.7 * done}
-        points = [
-            PrefillPoint(items, job.typical_s) for items, job in zip(sizes, jobs, strict=True)
-        ]
-        found.prefill.append(fit_measured(dop, points))
-        found.points += [
-            {"phase": "prefill", "dop": dop, "items": p.items, "seconds": p.elapsed_s}
-            for p in points
-        ]
+        found.longest[dop] = self._longest
+        found.steps[dop] = _keep(found, "prefill", dop, sizes, jobs)
         masters = _masters(dop)
         for number, num_masters in enumerate(masters):
             async for done in self._profile_decode(dop, num_masters, found):
                 at = 0.7 + 0.3 * (number + done) / len(masters)
                 yield {"stage": f"dop {dop}: decode", "fraction": at}
         bench.clear()
+
+    async def _profile_launches(self, dop: int, found: _Found) -> AsyncGenerator[float, None]:
+        """Small steps of a group, over little KV; then its prefill fit."""
+        bench, longest = self._bench, found.longest[dop]
+        bench.group(dop)
+        await bench.fill(
+            max(dop, min(_LAUNCH_BLOCK_TOKENS * dop, longest // grid.NUM_BLOCKS)), longest
+        )
+        sizes = grid.launch_sizes(longest, bench.block_tokens, bench.max_tokens, dop)
+        jobs = [self._prefill_job(items) for items in sizes]
+        async for done in repeat(jobs, self._effort):
+            yield done
+        bench.clear()
+        launches = _keep(found, "launch", dop, sizes, jobs)
+        found.prefill.append(fit_measured(dop, found.steps[dop], launches))
 
     async def _profile_decode(
         self, dop: int, num_masters: int, found: _Found
@@ -257,6 +279,23 @@ class Session:
 
     def _decode_job(self, size: grid.DecodeSize, num_masters: int) -> Job:
         return Job(lambda: self._bench.decode(num_masters=num_masters, blocks=size.blocks))
+
+
+def _keep(
+    found: _Found, phase: str, dop: int, sizes: list[grid.Items], jobs: list[Job]
+) -> list[PrefillPoint]:
+    """Measured steps as points for a fit; with all their times among what is found."""
+    found.points += [
+        {
+            "phase": phase,
+            "dop": dop,
+            "items": items,
+            "seconds": job.typical_s,
+            "times_s": [round(s, 5) for s in job.times],
+        }
+        for items, job in zip(sizes, jobs, strict=True)
+    ]
+    return [PrefillPoint(items, job.typical_s) for items, job in zip(sizes, jobs, strict=True)]
 
 
 def _within(word: Word, number: int, count: int) -> Word:
