@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,15 +35,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine_kit import Decoding, Harness, Setup
+from engine_kit import Decoding, Harness, Setup, commit, fullest_tokens, on_all_ranks
 from engine_table import CASES, SOURCE, Case, Row, finished, line
-
-from loongd.wire import Sampled
 
 _WARM_STEPS = 4
 _LEAST_PROFILED = 32
@@ -164,11 +159,12 @@ class Bench:
         taken: list[float] = []
         hosts = [0.0]
         if harness.rank in decoding.members:
-            run = self._queued if self._args.queued else self._one_by_one
-            taken, hosts = run(decoding, steps)
+            queued = self._args.queued
+            taken, hosts = (
+                decoding.run_queued(steps) if queued else self._one_by_one(decoding, steps)
+            )
         else:
-            for _ in range(steps + self._args.queued):
-                decoding.next_step()  # the ids of later steps are the same on all ranks
+            decoding.skip(steps + self._args.queued)
         everyones = [times for times in harness.gather(taken) if times]
         slowest = [1000 * max(times) for times in zip(*everyones, strict=True)]
         return slowest, 1000 * statistics.median(hosts)
@@ -185,27 +181,6 @@ class Bench:
             taken.append(time.perf_counter() - began)
             decoding.drew(sampled)
         return taken, hosts
-
-    def _queued(self, decoding: Decoding, steps: int) -> tuple[list[float], list[float]]:
-        """Seconds between the ends of steps, each launched while the one before runs."""
-        taken, hosts = [], []
-        last = self._launch(decoding.next_step())
-        sampled: list[Sampled] = []
-        ended = 0.0
-        for number in range(steps + 1):
-            step = decoding.next_step(queued=True) if number < steps else None
-            began = time.perf_counter()
-            following = self._launch(step) if step is not None else None
-            hosts.append(time.perf_counter() - began)
-            sampled = last.wait()
-            now = time.perf_counter()
-            if number:
-                taken.append(now - ended)
-            ended = now
-            if following is not None:
-                last = following
-        decoding.drew(sampled)
-        return taken, hosts[:-1]
 
 
 def idle_shares(spans: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
@@ -230,12 +205,7 @@ def idle_shares(spans: Sequence[tuple[float, float]]) -> tuple[float | None, flo
 def most_tokens(case: Case, layout: Layout, steps: int) -> int:
     """Slots that the fullest instance needs for a decode case, all of its steps included."""
     grown = 5 * (steps + _WARM_STEPS)
-    needed = [0] * (max(layout.members) + 1)
-    for where, master in zip(layout.places, layout.masters, strict=True):
-        for place in where:
-            needed[place] += -(-case.tokens // len(where))
-        needed[master] += grown
-    return max(needed)
+    return fullest_tokens(case.tokens, layout.places, layout.masters, grown)
 
 
 def pool_tokens(cases: Sequence[Case], instances: int, steps: int, limit: int | None) -> int:
@@ -282,14 +252,6 @@ def run_rank(rank: int, setup: Setup, args: argparse.Namespace, directory: str) 
                 print(f"{row.case:16} {row.layout:7} {shares}", file=sys.stderr, flush=True)
                 write()
     harness.barrier()
-    os._exit(0)  # a communicator's own threads may outlive the interpreter's end
-
-
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
 
 
 def _parse() -> argparse.Namespace:
@@ -336,11 +298,11 @@ def main() -> int:
         max_step_tokens=max([8192, *(n // args.instances for n in prefills)]),
     )
     with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(run_rank, (setup, args, directory), args.instances)
+        on_all_ranks(args.instances, run_rank, setup, args, directory)
         measured = json.loads(Path(directory, "rows.json").read_text())
     document = {
         "command": " ".join(["tools/bench_engine.py", *sys.argv[1:]]),
-        "commit": args.commit or _commit(),
+        "commit": args.commit or commit(),
         "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "shape": args.shape.name,

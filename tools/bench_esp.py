@@ -26,9 +26,8 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import platform
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -37,47 +36,76 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from esp_ranks import Ranks, Work
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine_kit import Decoding, Harness, Setup, commit, fullest_tokens, on_all_ranks
 from esp_timeline import draw_text, reduce_trace
 
 from loongd.wire import RunMigrate, RunStep
 from loongd.worker import runner as runner_module
 from loongd.worker.geometry import lay_out
 from loongd.worker.layout import Keep, StepLayout
+from loongd.worker.runner import Runner
 
 Case = Callable[[], dict[str, Any]]
+Work = Callable[[], object]
 
 
-def retention(ranks: Ranks, length: int, batch: int) -> dict[str, Any]:
+class Bench:
+    """One rank's harness, and figures that are medians over repeats."""
+
+    def __init__(self, harness: Harness, args: argparse.Namespace) -> None:
+        self.harness = harness
+        self.args = args
+
+    def prefill(self, members: list[int], lengths: list[int], keep_on: list[int]) -> Work:
+        """A prefill to be run."""
+        step = self.harness.prefill(members, lengths, keep_on)
+        return lambda: self.harness.runner.run(step)
+
+    def median(self, members: list[int], *prepare: Callable[[], Work]) -> list[float]:
+        """Median seconds of freshly prepared steps, one figure for each of `prepare`.
+
+        They take turns, so that a device that slows down does so for all; segments are freed after
+        each.
+        """
+        times: list[list[float]] = [[] for _ in prepare]
+        for number in range(self.args.repeats + 1):
+            for figures, one in zip(times, prepare, strict=True):
+                spent = self.harness.timed(members, one())
+                self.harness.runner.keep([])
+                if number:
+                    figures.append(spent)
+        return [statistics.median(figures) for figures in times]
+
+
+def retention(bench: Bench, length: int, batch: int) -> dict[str, Any]:
     """Prefill with proactive scale-down to instance 0, without, and migration afterwards."""
-    everyone, last = list(range(ranks.world)), ranks.world - 1
+    harness = bench.harness
+    everyone, last = harness.everyone, harness.world - 1
     lengths = [length] * batch
-    ranks.kept = []
-
-    def with_retention() -> Work:
-        step = ranks.prefill(everyone, lengths, [0])
-        return lambda: ranks.runner.run(step)
 
     def own_stripes() -> Work:
-        step = ranks.prefill(everyone, lengths, [0])
-        return lambda: _run_keeping_stripes(ranks, step)
+        step = harness.prefill(everyone, lengths, [0])
+        return lambda: _run_keeping_stripes(harness.runner, step)
 
     def move() -> Work:
-        share = length // ranks.world
-        requests = ranks.fill([share] * batch, [[last]] * batch)
+        share = length // harness.world
+        segments = [harness.fill(share, [last])[0] for _ in range(batch)]
         message = RunMigrate(
-            step_id=ranks.new_id(),
+            step_id=harness.new_id(),
             epoch=1,
             source=last,
             target=0,
-            moves=[(segment, share) for segment, _ in requests],
+            moves=[(segment, share) for segment in segments],
         )
-        return lambda: ranks.runner.migrate(message)
+        return lambda: harness.runner.migrate(message)
 
-    scaled, plain = ranks.median(everyone, with_retention, own_stripes)
-    (moved,) = ranks.median([0, last], move)
+    scaled, plain = bench.median(
+        everyone, lambda: bench.prefill(everyone, lengths, [0]), own_stripes
+    )
+    (moved,) = bench.median([0, last], move)
     return {
         "prompt_tokens": length,
         "batch": batch,
@@ -89,7 +117,7 @@ def retention(ranks: Ranks, length: int, batch: int) -> dict[str, Any]:
     }
 
 
-def _run_keeping_stripes(ranks: Ranks, step: RunStep) -> None:
+def _run_keeping_stripes(runner: Runner, step: RunStep) -> None:
     """The baseline: the same step, each member storing its own block and nothing else."""
 
     def stripes(*args: Any, **kwargs: Any) -> StepLayout:
@@ -110,17 +138,18 @@ def _run_keeping_stripes(ranks: Ranks, step: RunStep) -> None:
     saved = runner_module.lay_out
     runner_module.lay_out = stripes
     try:
-        ranks.runner.run(step)
+        runner.run(step)
     finally:
         runner_module.lay_out = saved
 
 
-def decode(ranks: Ranks, length: int, batch: int) -> dict[str, Any]:
+def decode(bench: Bench, length: int, batch: int) -> dict[str, Any]:
     """Decode steps: all on instance 0; two masters with own KV; KV of each over both."""
     result: dict[str, Any] = {"kv_tokens": length, "batch": batch}
-    lengths, num_steps = [length] * batch, ranks.args.decode_steps
+    harness, num_steps = bench.harness, bench.args.decode_steps
+    grown = num_steps * (bench.args.repeats + 1)
     alternating = [n % 2 for n in range(batch)]
-    layouts = {
+    layouts: dict[str, tuple[list[int], list[list[int]], list[int]]] = {
         "one_instance_s": ([0], [[0]] * batch, [0] * batch),
         "two_masters_s": ([0, 1], [[m] for m in alternating], alternating),
         "two_holders_s": ([0, 1], [[0, 1]] * batch, alternating),
@@ -128,42 +157,37 @@ def decode(ranks: Ranks, length: int, batch: int) -> dict[str, Any]:
     }
     for name, (members, places, masters) in layouts.items():
         result[name] = None
-        if length * batch // len(members) + batch * num_steps > ranks.runner.parts.kv.total:
+        if fullest_tokens(length, places, masters, grown) > harness.runner.parts.kv.total:
             continue
-        requests = ranks.fill(lengths, places)
-        ranks.kept = [segment for segment, _ in requests]
-        steps = functools.partial(ranks.decode, members, requests, masters, num_steps)
-        (spent,) = ranks.median(
-            members, lambda steps=steps: functools.partial(ranks.run_queued, steps())
-        )
-        result[name] = spent / num_steps
-        ranks.runner.free(ranks.kept)
-    ranks.kept = []
+        decoding = Decoding.begin(harness, members, length=length, places=places, masters=masters)
+        run = functools.partial(decoding.run_queued, num_steps - 1)
+        spent: list[float] = []
+        for _ in range(bench.args.repeats + 1):
+            spent.append(harness.timed(members, run))
+            if harness.rank not in members:
+                decoding.skip(num_steps)
+        result[name] = statistics.median(spent[1:]) / num_steps
+        harness.runner.keep([])
     return result
 
 
-def ring(ranks: Ranks, per_instance: int) -> dict[str, Any]:
+def ring(bench: Bench, per_instance: int) -> dict[str, Any]:
     """Prefill over all instances, and alone at the same attention work per instance.
 
     With P instances, n tokens each: alone, n tokens take L + A (linear work and attention) and
     n * sqrt(P) tokens take sqrt(P) * L + P * A; together, each instance has L + P * A to do.
     """
-    everyone = list(range(ranks.world))
-    root = ranks.world**0.5
-    ranks.kept = []
+    world, everyone = bench.harness.world, bench.harness.everyone
+    root = world**0.5
 
     def seconds(members: list[int], tokens: int) -> float:
-        def prepare() -> Work:
-            step = ranks.prefill(members, [tokens], members)
-            return lambda: ranks.runner.run(step)
+        return bench.median(members, lambda: bench.prefill(members, [tokens], members))[0]
 
-        return ranks.median(members, prepare)[0]
-
-    together_s = seconds(everyone, per_instance * ranks.world)
+    together_s = seconds(everyone, per_instance * world)
     alone_s = seconds([0], int(per_instance * root))
     same_s = seconds([0], per_instance)
-    attention_s = (alone_s - root * same_s) / (ranks.world - root) if ranks.world > 1 else 0.0
-    ideal_s = same_s + (ranks.world - 1) * attention_s
+    attention_s = (alone_s - root * same_s) / (world - root) if world > 1 else 0.0
+    ideal_s = same_s + (world - 1) * attention_s
     return {
         "tokens_per_instance": per_instance,
         "all_instances_s": together_s,
@@ -175,41 +199,37 @@ def ring(ranks: Ranks, per_instance: int) -> dict[str, Any]:
     }
 
 
-def prefill(ranks: Ranks, tokens: int) -> dict[str, Any]:
+def prefill(bench: Bench, tokens: int) -> dict[str, Any]:
     """One prompt over all instances, once and cold: for lengths that take minutes."""
-    everyone = list(range(ranks.world))
-    ranks.kept = []
-    step = ranks.prefill(everyone, [tokens], everyone)
-    spent = ranks.timed(everyone, functools.partial(ranks.runner.run, step))
-    ranks.runner.keep([])
-    peak = torch.cuda.max_memory_allocated() if ranks.on_gpu else 0
+    everyone = bench.harness.everyone
+    spent = bench.harness.timed(everyone, bench.prefill(everyone, [tokens], everyone))
+    bench.harness.runner.keep([])
+    peak = torch.cuda.max_memory_allocated() if bench.harness.on_gpu else 0
     return {"prompt_tokens": tokens, "prefill_s": spent, "peak_bytes_instance_0": peak}
 
 
-def timeline(ranks: Ranks, per_instance: int) -> dict[str, Any]:
+def timeline(bench: Bench, per_instance: int) -> dict[str, Any]:
     """One ring prefill under the profiler, as instance 0 sees it."""
-    everyone = list(range(ranks.world))
-    ranks.kept = []
+    harness, everyone = bench.harness, bench.harness.everyone
+    parts = harness.runner.parts
     activity = torch.profiler.ProfilerActivity
 
     def run_once() -> None:
-        step = ranks.prefill(everyone, [per_instance * ranks.world], everyone)
-        ranks.timed(everyone, functools.partial(ranks.runner.run, step))
-        ranks.runner.keep([])
+        harness.timed(everyone, bench.prefill(everyone, [per_instance * harness.world], everyone))
+        harness.runner.keep([])
 
     run_once()
-    before = ranks.runner.parts.transport.sent_bytes
+    before = parts.transport.sent_bytes
     with torch.profiler.profile(
-        activities=[activity.CUDA if ranks.on_gpu else activity.CPU]
+        activities=[activity.CUDA if harness.on_gpu else activity.CPU]
     ) as profiler:
         run_once()
-    sent = ranks.runner.parts.transport.sent_bytes - before
+    sent = parts.transport.sent_bytes - before
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))
         found = reduce_trace(json.loads(path.read_text()))
-    kv = ranks.runner.parts.kv
-    least = kv.empty_block(1).nbytes * per_instance * (ranks.world - 1)
+    least = parts.kv.empty_block(1).nbytes * per_instance * (harness.world - 1)
     return {
         "tokens_per_instance": per_instance,
         "sent_bytes": sent,
@@ -219,7 +239,7 @@ def timeline(ranks: Ranks, per_instance: int) -> dict[str, Any]:
     }
 
 
-def cases_of(ranks: Ranks, args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
+def cases_of(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     """The chosen cases by name, in the order in which they were chosen."""
     known: dict[str, tuple[Callable[..., dict[str, Any]], list[tuple[int, ...]]]] = {
         "retention": (retention, args.retention),
@@ -231,18 +251,19 @@ def cases_of(ranks: Ranks, args: argparse.Namespace) -> Iterator[tuple[str, Case
     for name in args.cases:
         function, sizes = known[name]
         for size in sizes:
-            yield name, functools.partial(function, ranks, *size)
+            yield name, functools.partial(function, bench, *size)
 
 
-def run_rank(rank: int, args: argparse.Namespace, rendezvous: str, head: dict[str, Any]) -> None:
+def run_rank(
+    rank: int, setup: Setup, args: argparse.Namespace, rendezvous: str, head: dict[str, Any]
+) -> None:
     """All cases on one rank; rank 0 prints and writes."""
-    began = time.perf_counter()
-    ranks = Ranks(rank, args, rendezvous)
+    harness = Harness(rank, setup, rendezvous)
     if rank == 0:
-        pool = ranks.runner.parts.kv.total
-        print(f"ready in {time.perf_counter() - began:.0f} s, pools of {pool:,} tokens", flush=True)
+        pool = harness.runner.parts.kv.total
+        print(f"ready in {harness.start_s:.0f} s, pools of {pool:,} tokens", flush=True)
     results: list[dict[str, Any]] = []
-    for name, case in cases_of(ranks, args):
+    for name, case in cases_of(Bench(harness, args), args):
         began = time.perf_counter()
         result = {"case": name, **case()}
         results.append(result | {"took_s": round(time.perf_counter() - began, 1)})
@@ -250,8 +271,7 @@ def run_rank(rank: int, args: argparse.Namespace, rendezvous: str, head: dict[st
             _show(results[-1])
             if args.out is not None:
                 args.out.write_text(json.dumps(head | {"cases": results}, indent=1) + "\n")
-    dist.barrier()
-    os._exit(0)
+    harness.barrier()
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -292,10 +312,24 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _commit() -> str:
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+def _setup(args: argparse.Namespace) -> Setup:
+    """What all ranks start with; memory is kept for the longest prefill."""
+    together = [
+        *(length * batch for length, batch in args.retention if "retention" in args.cases),
+        *(tokens for tokens in args.prefill if "prefill" in args.cases),
+    ]
+    alone = [
+        *(2 * tokens for tokens in args.ring if "ring" in args.cases),
+        args.timeline_tokens if "timeline" in args.cases else 0,
+    ]
+    return Setup(
+        args.shape,
+        args.device,
+        args.dtype,
+        args.instances,
+        args.pool_tokens,
+        max_step_tokens=max([8192, *alone, *(tokens // args.instances for tokens in together)]),
+    )
 
 
 def main() -> int:
@@ -304,14 +338,15 @@ def main() -> int:
     gpu = args.device == "cuda"
     head = {
         "command": " ".join(["tools/bench_esp.py", *sys.argv[1:]]),
-        "commit": args.commit or _commit(),
+        "commit": args.commit or commit(),
         "device": (
             f"{args.instances} x {torch.cuda.get_device_name(0)}" if gpu else platform.processor()
         ),
         "torch": torch.__version__,
     }
     with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(run_rank, (args, f"{directory}/rendezvous", head), args.instances)
+        rendezvous = f"{directory}/rendezvous"
+        on_all_ranks(args.instances, run_rank, _setup(args), args, rendezvous, head)
     return 0
 
 

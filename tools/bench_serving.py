@@ -26,6 +26,8 @@ from typing import Any
 
 import aiohttp
 
+_READ_BYTES = 1 << 24
+"""The first event of an answer names all ids of its prompt, in one line."""
 CLASSES = ((0, 4096), (4096, 32768), (32768, 1 << 40))
 
 
@@ -77,8 +79,8 @@ async def send(
 ) -> Outcome:
     """One streamed request, sent when it is due."""
     outcome = Outcome(item.input_tokens, item.output_tokens)
-    await asyncio.sleep(max(0.0, began_s + item.arrival_s - time.monotonic()))
-    due = time.monotonic()
+    due = began_s + item.arrival_s
+    await asyncio.sleep(max(0.0, due - time.monotonic()))
     body = {
         "model": model,
         "prompt": ids,
@@ -145,7 +147,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     prompts = [[draw.randrange(args.vocab) for _ in range(item.input_tokens)] for item in items]
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(args.url, timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        args.url, timeout=timeout, connector=connector, read_bufsize=_READ_BYTES
+    ) as session:
         async with session.get("/v1/models") as answer:
             model = (await answer.json())["data"][0]["id"]
         began = time.monotonic()

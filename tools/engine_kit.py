@@ -1,7 +1,8 @@
 """Runs workers' steps without a daemon, for the benchmarks of the engine.
 
-Knows: how to start one process per instance with dummy weights, the steps that the daemon would
-send (prefills, decode steps that go on from each other), and how to time them over all members.
+Knows: how to start one process per instance with dummy weights and to end all when one fails, the
+steps that the daemon would send (prefills, decode steps that go on from each other), and how to
+time them over all members.
 Does not know: what is measured, or why.
 
 Every rank makes the same calls in the same order.
@@ -9,15 +10,21 @@ Every rank makes the same calls in the same order.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from loongd.wire import Extend, RunStep, Sampled, Sampling, Start, pack_tokens
 from loongd.worker.heart import Pulse
@@ -26,6 +33,64 @@ from loongd.worker.runner import Runner
 GREEDY = Sampling()
 _VOCAB = 1000
 """Prompts are made of the first so many ids."""
+
+
+def on_all_ranks(instances: int, work: Callable[..., None], *args: Any) -> None:
+    """`work(rank, *args)` in a process of each instance.
+
+    When one fails, its traceback is shown and the others are killed at once: they would wait for
+    it in an exchange. Raises RuntimeError then.
+    """
+    context = mp.get_context("spawn")
+    ranks = [
+        context.Process(target=_one_rank, args=(work, rank, args)) for rank in range(instances)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+        while running:
+            for sentinel in wait(list(running)):
+                rank = running.pop(sentinel)  # type: ignore[arg-type]
+                ranks[rank].join()
+                if ranks[rank].exitcode:
+                    raise RuntimeError(f"rank {rank} failed: exit code {ranks[rank].exitcode}")
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+
+
+def _one_rank(work: Callable[..., None], rank: int, args: Sequence[Any]) -> None:
+    try:
+        work(rank, *args)
+    except BaseException:  # noqa: BLE001 - the process's top: its rank fails, whatever it is
+        print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)
+    sys.stdout.flush()
+    # a communicator's own threads may outlive the interpreter's end, or wait for another rank
+    os._exit(0)
+
+
+def commit() -> str:
+    """This checkout's commit."""
+    found = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def fullest_tokens(
+    length: int, places: Sequence[Sequence[int]], masters: Sequence[int], grown: int
+) -> int:
+    """Slots that the fullest instance needs for a batch in decode, `grown` tokens a request
+    included."""
+    needed: dict[int, int] = {}
+    for where, master in zip(places, masters, strict=True):
+        for place in where:
+            needed[place] = needed.get(place, 0) - (-length // len(where))
+        needed[master] = needed.get(master, 0) + grown
+    return max(needed.values())
 
 
 @dataclass(frozen=True)
@@ -219,6 +284,37 @@ class Decoding:
                 if request.request_id not in tokens:
                     raise RuntimeError(f"no token was drawn for request {request.request_id}")
                 request.token = tokens[request.request_id]
+
+    def run_queued(self, steps: int) -> tuple[list[float], list[float]]:
+        """One step and `steps` more, each launched while the one before it runs, as in service.
+
+        Seconds between the ends of steps (`steps` of them) and of their launches, on this rank.
+        """
+        launch = self.harness.runner.launch
+        taken: list[float] = []
+        hosts: list[float] = []
+        last = launch(self.next_step(queued=True))
+        sampled: list[Sampled] = []
+        ended = 0.0
+        for number in range(steps + 1):
+            step = self.next_step(queued=True) if number < steps else None
+            began = time.perf_counter()
+            following = launch(step) if step is not None else None
+            hosts.append(time.perf_counter() - began)
+            sampled = last.wait()
+            now = time.perf_counter()
+            if number:
+                taken.append(now - ended)
+            ended = now
+            if following is not None:
+                last = following
+        self.drew(sampled)
+        return taken, hosts[:-1]
+
+    def skip(self, steps: int) -> None:
+        """On a rank that is no member: the ids of later steps are the same on all ranks."""
+        for _ in range(steps):
+            self.next_step()
 
     def _extend(self, request: _Request, *, queued: bool) -> Extend:
         """One request's part of the next step; afterwards it has one token more."""

@@ -16,7 +16,7 @@ def client(smollm2: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{smollm2.url}/v1", api_key="none", max_retries=0)
 
 
-def _question(text: str = "What is the capital of France?") -> list[dict[str, str]]:
+def _question(text: str = "Name the capital of France.") -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
