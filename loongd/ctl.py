@@ -185,6 +185,8 @@ def run_story(args: argparse.Namespace) -> int:
 def run_profile(args: argparse.Namespace) -> int:
     path = find_socket(args, os.environ, os.getuid())
     wanted = {"quick": args.quick, "check": args.check, "save": args.out is None}
+    if args.seed is not None:
+        wanted["seed"] = args.seed
     try:
         last = ctl_speed.follow(stream(path, "POST", "/admin/profile", wanted), sys.stderr)
     except ValueError as error:
@@ -291,6 +293,7 @@ def build_parser() -> argparse.ArgumentParser:
     what = one.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare predictions with new steps")
     what.add_argument("--out", metavar="FILE", help="default: the daemon's state directory")
+    one.add_argument("--seed", type=int, metavar="N", help="check other batches")
     one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
     one.set_defaults(run=run_profile)
 

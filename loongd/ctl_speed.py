@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
+
 from loongd.ctl_render import WIDTH, bar, numbers, seconds
+from loongd.sched.sib_profile import Profile, dump_profile
 
 Json = Mapping[str, Any]
 GOOD_ERROR = 0.10
@@ -19,6 +22,8 @@ GOOD_ERROR = 0.10
 
 
 _NOISY = 0.10
+_MOST_LINKS = 10
+"""Pairs that are shown one by one."""
 
 
 def follow(lines: Iterable[bytes], progress: TextIO) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def follow(lines: Iterable[bytes], progress: TextIO) -> dict[str, Any]:
 
 def write_profile(profile: Json, path: str) -> None:
     """The profile as indented JSON. Raises OSError."""
-    Path(path).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+    Path(path).write_text(dump_profile(msgspec.convert(profile, Profile)), encoding="utf-8")
 
 
 def profile(answer: Json) -> str:
@@ -78,10 +83,39 @@ def profile(answer: Json) -> str:
         )
     bound = one["compute_bound_batch"]
     beyond = bound > max(fit["max_batch"] for fit in one["decode"])
-    rows += ["", f"compute-bound from {'more than measured' if beyond else f'{bound:,} requests'}"]
+    rows += ["", *_moves(one["migrate"], one["link_bytes_per_s"])]
+    rows += ["", f"compute-bound from {_requests(bound, beyond=beyond)}"]
     if answer.get("path"):
         rows.append(f"saved as {answer['path']}")
     return "\n".join(rows)
+
+
+def _moves(migrate: Json, bytes_per_s: float) -> list[str]:
+    """What moving KV costs: over all pairs of instances, and the pairs of few."""
+    rows = [
+        "MIGRATE  STEP       PER 1K TOKENS  BANDWIDTH   MEAN ERR  WORST",
+        f"all      {seconds(migrate['alpha_s']):<10} {seconds(migrate['token_s'] * 1e3):<14} "
+        f"{_bandwidth(bytes_per_s):<11} {_error(migrate)}",
+    ]
+    links = migrate.get("links", [])
+    if 1 < len(links) <= _MOST_LINKS:
+        for link in links:
+            pair = "-".join(map(str, link["instances"]))
+            bandwidth = _bandwidth(link["bytes_per_s"])
+            rows.append(f"{pair:<8} {seconds(link['alpha_s']):<10} {'':<14} {bandwidth}")
+    elif links:
+        speeds = [link["bytes_per_s"] for link in links]
+        least, most = _bandwidth(min(speeds)), _bandwidth(max(speeds))
+        rows.append(f"pairs    {len(links)}, {least} to {most}")
+    return rows
+
+
+def _requests(bound: int, *, beyond: bool) -> str:
+    return "more than measured" if beyond else f"{bound:,} requests"
+
+
+def _bandwidth(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def check(found: Json) -> str:
@@ -97,6 +131,14 @@ def check(found: Json) -> str:
         f"{found['num_points']} unseen batches: mean error {found['mean']:.1%}, "
         f"worst {found['worst']:.1%}: {verdict}",
     ]
+    if moves := found.get("migrate"):
+        bandwidth = _bandwidth(moves["bytes_per_s"])
+        bound = moves["compute_bound_batch"]
+        rows.append(
+            f"not checked: migration {seconds(moves['alpha_s'])} and "
+            f"{seconds(moves['token_s'] * 1e3)} per 1K tokens ({bandwidth});\n"
+            f"compute-bound from {_requests(bound, beyond=bound > moves['max_batch'])}"
+        )
     if found["noise"] > _NOISY:
         rows.append(
             f"repetitions of a step typically take {found['noise']:.0%} longer than the fastest: "
@@ -114,13 +156,14 @@ def plan(answer: Json) -> str:
     """What would happen to a prompt now."""
     if not answer["dop"]:
         return f"not served: {answer['reason']}"
+    how = "roughly predicted (loongctl profile measures)" if answer["rough"] else "predicted"
     members = f": instances {numbers(answer['members'])}" if answer["members"] else ""
     rows = [
         ("prompt", f"{answer['prompt_tokens']:,} tokens, up to {answer['max_tokens']:,} more"),
         ("group", f"dop {answer['dop']}{members}"),
         ("wait", seconds(answer["queue_s"])),
         ("prefill", seconds(answer["prefill_s"])),
-        ("ttft", f"{seconds(answer['ttft_s'])} predicted"),
+        ("ttft", f"{seconds(answer['ttft_s'])} {how}"),
         ("why", answer["reason"]),
     ]
     return "\n".join(f"{name:<9} {text}" for name, text in rows)

@@ -113,9 +113,12 @@ class Daemon:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefill_tokens_per_instance=config.prefill_tokens_per_instance,
+            max_step_tokens=config.max_step_tokens,
             max_num_queued_reqs=config.max_num_queued_reqs,
             max_prefill_wait_s=config.max_prefill_wait,
             max_passes=config.max_passes,
+            # Only the first worker of an instance knows the tokens that it draws.
+            queue_ahead=config.queue_ahead and config.tensor_parallel_size == 1,
         )
         metrics = Metrics(model.name)
         manager = GlobalManager(
@@ -152,6 +155,7 @@ class Daemon:
             "model": model.name,
             "device": self._device,
             "dtype": model.dtype,
+            "deterministic": self._config.deterministic,
             "policy": self._config.policy,
             "num_instances": self._num_instances,
             "tensor_parallel_size": self._config.tensor_parallel_size,
@@ -201,9 +205,12 @@ class Daemon:
                     cores=cores[rank],
                     kv_pool_tokens=config.kv_pool_tokens,
                     gpu_memory_utilization=config.gpu_memory_utilization,
-                    max_step_tokens=max(config.max_num_batched_tokens, max_len),
+                    max_step_tokens=min(
+                        config.max_step_tokens, max(config.max_num_batched_tokens, max_len)
+                    ),
                     seed=config.seed,
                     tensor_parallel_size=config.tensor_parallel_size,
+                    deterministic=config.deterministic,
                 )
                 for rank in range(num_workers)
             ]

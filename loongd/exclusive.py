@@ -16,6 +16,7 @@ from loongd.wire import (
     AuditRequest,
     FreeSegments,
     Ready,
+    RunMigrate,
     RunStep,
     StepDone,
     StepFailed,
@@ -45,7 +46,7 @@ class Exclusive:
         self._last_step -= 1
         return self._last_step
 
-    async def run(self, step: RunStep) -> float:
+    async def run(self, step: RunStep | RunMigrate) -> float:
         """Run a step on its members; seconds that the slowest took. Raises WorkerError."""
         for member in step.members:
             self._send(member, step)

@@ -51,10 +51,13 @@ def engine_status(
             "lost": totals.num_lost,
             "prefill_steps": totals.num_prefill_steps,
             "decode_steps": totals.num_decode_steps,
+            "queued_ahead": totals.num_queued_ahead,
             "prefill_tokens": totals.num_prefill_tokens,
             "generated_tokens": totals.num_generated_tokens,
             "scale_downs": totals.num_scale_downs,
             "scale_ups": totals.num_scale_ups,
+            "migrations": totals.num_migrations,
+            "migrated_tokens": totals.num_migrated_tokens,
         },
     }
 
@@ -103,13 +106,16 @@ def _group(group: GroupStatus) -> dict[str, Any]:
 def plan_json(
     found: Prediction, prompt_tokens: int, max_tokens: int, *, limit_tokens: int
 ) -> dict[str, Any]:
-    """What would become of a prompt; times in seconds. A dop of 0 means that it is not served."""
+    """What would become of a prompt; times in seconds. A dop of 0 means that it is not served.
+
+    `rough` says that the times rest on no measurement of these workers.
+    """
     asked = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
     total = prompt_tokens + max_tokens
     if total > limit_tokens:
         why = f"{total:,} tokens are more than the {limit_tokens:,} that a request may have here"
         times = dict.fromkeys(("queue_s", "prefill_s", "ttft_s"), 0.0)
-        return asked | times | {"dop": 0, "members": [], "reason": why}
+        return asked | times | {"dop": 0, "members": [], "reason": why, "rough": False}
     return {
         **asked,
         "dop": found.dop,
@@ -118,6 +124,7 @@ def plan_json(
         "prefill_s": found.prefill_s,
         "ttft_s": found.queue_s + found.prefill_s,
         "reason": found.reason,
+        "rough": found.rough,
     }
 
 

@@ -8,6 +8,7 @@ Does not know: queries and keys (`kernels.elementwise.apply_rotary` turns those)
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -19,8 +20,16 @@ class Rotary:
     """Angles of one model. Stateless after construction, unlike the reference for `dynamic`,
     whose frequencies depend on the longest sequence seen: here each token names its own."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        *,
+        cos_sin: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> None:
+        """`cos_sin` gives the cosines and sines of fp32 angles, as fp32; torch's by default."""
         self._rope = spec.rope
+        self._of_angles = (lambda x: (x.cos(), x.sin())) if cos_sin is None else cos_sin
         self._head_dim = spec.head_dim
         self._max_positions = spec.max_position_embeddings
         # computed on the CPU so that every device gets the same bits
@@ -42,7 +51,7 @@ class Rotary:
             inv_freq = self._dynamic_inv_freq(lengths_T)
         angles = positions_T[:, None].float() * inv_freq
         angles_TH = torch.cat((angles, angles), dim=-1)
-        cos_TH, sin_TH = angles_TH.cos(), angles_TH.sin()
+        cos_TH, sin_TH = self._of_angles(angles_TH)
         if self._scale == 1.0:
             return cos_TH, sin_TH
         return cos_TH * self._scale, sin_TH * self._scale
