@@ -24,6 +24,9 @@ HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
 SIZES_PER_OCTAVE = 4
+LEAST_UNMEASURED = 512
+"""Tokens of each member in all chunks but the last, until the machine is measured. What is believed
+of it may be wrong by far: if it seems slow, chunks get smaller, which makes it slower still."""
 
 
 def overhead_s(coefficients: Coefficients) -> float:
@@ -80,6 +83,8 @@ def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) ->
     least = largest_within(coefficients, cached=cached, time_s=least_s(coefficients))
     within = largest_within(coefficients, cached=cached, time_s=limits.max_prefill_wait_s)
     most = max(aligned_down(within, dop), aligned_up(least, dop))
+    if not sib.profile.measured:
+        most = max(most, LEAST_UNMEASURED * dop)
     return fit_chunk(min(max(most, within), limits.max_step_tokens * dop), dop, left=left)
 
 

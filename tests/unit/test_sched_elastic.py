@@ -6,6 +6,7 @@ the default bound of 0.3 s a prompt of up to 290 tokens is short.
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -528,3 +529,14 @@ def test_reasons_have_numbers():
     for _, _, plan in world.plans:
         if isinstance(plan, PrefillPlan):
             assert "predicted" in world.reasons[plan.step_id - 1]
+
+
+@pytest.mark.parametrize("dop", [1, 3])
+def test_an_unmeasured_machine_that_seems_slow_gets_no_tiny_chunks(dop):
+    """They would make it slower still: each has its fixed time again."""
+    sib = make_sib(token_s=0.02)
+    few = next_chunk(sib, dop, cached=0, left=6000, limits=LIMITS)
+    assert few < 100
+    sib.replace(msgspec.structs.replace(sib.profile, measured=False))
+    assert next_chunk(sib, dop, cached=0, left=6000, limits=LIMITS) == 512 * dop
+    assert next_chunk(sib, dop, cached=5700, left=300, limits=LIMITS) == 300
