@@ -11,10 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import msgspec
-
 from loongd.ctl_render import WIDTH, bar, numbers, seconds
-from loongd.sched.sib_profile import Profile, dump_profile
 
 Json = Mapping[str, Any]
 GOOD_ERROR = 0.10
@@ -54,6 +51,11 @@ def follow(lines: Iterable[bytes], progress: TextIO) -> dict[str, Any]:
 
 def write_profile(profile: Json, path: str) -> None:
     """The profile as indented JSON. Raises OSError."""
+    # imported late: loongctl should start in no time, and hardly any call comes here
+    import msgspec  # noqa: PLC0415
+
+    from loongd.sched.sib_profile import Profile, dump_profile  # noqa: PLC0415
+
     Path(path).write_text(dump_profile(msgspec.convert(profile, Profile)), encoding="utf-8")
 
 

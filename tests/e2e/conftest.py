@@ -14,7 +14,7 @@ def smollm2(smollm2_gguf: Path) -> Iterator[Server]:
     """SmolLM2 from its GGUF file in bf16 on three instances with a small pool."""
     with serving(
         *("--model", str(smollm2_gguf), "--served-model-name", "smollm2"),
-        *("--kv-pool-tokens", "2000", "--prefill-tokens-per-instance", "128"),
+        *("--kv-pool-tokens", "1200", "--prefill-tokens-per-instance", "128"),
         instances=3,
     ) as server:
         yield server

@@ -105,11 +105,11 @@ def test_errors_name_the_field_and_the_numbers(client: openai.OpenAI, smollm2: S
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="smollm2", prompt="x", temperature=-1)
     limit = client.models.retrieve("smollm2").max_model_len
-    assert limit == 6000
+    assert limit == 3600
     with pytest.raises(openai.BadRequestError, match=f"maximum context length is {limit}") as info:
-        client.completions.create(model="smollm2", prompt=[5] * 5000, max_tokens=1001)
+        client.completions.create(model="smollm2", prompt=[5] * 3000, max_tokens=601)
     assert info.value.code == "context_length_exceeded"
-    assert "6001" in str(info.value)
+    assert "3601" in str(info.value)
     assert "5000" in str(info.value)
     # The refused request blocks nobody.
     assert smollm2.post("/v1/completions", {"prompt": [5] * 20, "max_tokens": 2})[0] == 200
@@ -117,16 +117,16 @@ def test_errors_name_the_field_and_the_numbers(client: openai.OpenAI, smollm2: S
 
 def test_prompt_of_exactly_the_context_is_served(smollm2: Server) -> None:
     status, answer = smollm2.post(
-        "/v1/completions", {"prompt": [5] * 5998, "max_tokens": 2, "temperature": 0}
+        "/v1/completions", {"prompt": [5] * 3598, "max_tokens": 2, "temperature": 0}
     )
     assert status == 200, answer
-    assert answer["usage"]["total_tokens"] == 6000
+    assert answer["usage"]["total_tokens"] == 3600
     smollm2.wait_empty()
 
 
 def test_sixteen_streams_of_mixed_lengths(smollm2: Server, client: openai.OpenAI) -> None:
     """Each equals the same request alone; in the end the pool is empty."""
-    prompts = [[(7 * i + j) % 900 + 20 for j in range(3 + 61 * i)] for i in range(16)]
+    prompts = [[(7 * i + j) % 900 + 20 for j in range(3 + 31 * i)] for i in range(16)]
     answers: dict[int, str] = {}
 
     def ask(number: int) -> None:
@@ -148,7 +148,7 @@ def test_sixteen_streams_of_mixed_lengths(smollm2: Server, client: openai.OpenAI
         thread.join()
     assert sorted(answers) == list(range(16))
     status = smollm2.wait_empty()
-    assert status["pool"]["free"] == status["pool"]["total"] == 6000
+    assert status["pool"]["free"] == status["pool"]["total"] == 3600
 
 
 def test_a_client_that_leaves_frees_its_slots(smollm2: Server) -> None:

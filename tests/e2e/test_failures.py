@@ -204,8 +204,8 @@ def test_two_daemons_do_not_share_a_runtime_directory(smollm2_dir: Path, tmp_pat
 def test_a_full_pool_preempts_and_everyone_finishes(smollm2_dir: Path) -> None:
     """Requests without max_tokens reserve little, so the pool overflows and one must step back."""
     with serving(
-        *("--model", str(smollm2_dir), "--kv-pool-tokens", "150"),
-        *("--default-reserve-tokens", "10", "--max-model-len", "250"),
+        *("--model", str(smollm2_dir), "--kv-pool-tokens", "80"),
+        *("--default-reserve-tokens", "10", "--max-model-len", "130"),
         instances=2,
     ) as server:
         answers: list[Any] = []
@@ -226,5 +226,5 @@ def test_a_full_pool_preempts_and_everyone_finishes(smollm2_dir: Path) -> None:
             thread.join()
         for status, answer in answers:
             assert status == 200, answer
-            assert answer["usage"]["total_tokens"] == 250
+            assert answer["usage"]["total_tokens"] == 130
         assert server.wait_empty()["totals"]["preempted"] > 0
