@@ -46,7 +46,7 @@ _STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class DecodeParts:
     """What graphs are made of; `peers` is None where there are none, or they cannot be reached."""
 
     model: Llama
@@ -59,8 +59,8 @@ class Engine:
 class GroupAttention:
     """One layer's attention of a decode step, as `loongd.model.llama.Attention`."""
 
-    def __init__(self, engine: Engine, shape: DecodeShape, columns: Tensor) -> None:
-        self._engine = engine
+    def __init__(self, parts: DecodeParts, shape: DecodeShape, columns: Tensor) -> None:
+        self._parts = parts
         self._shape = shape
         self._columns = columns
         self._split_kv = pick("attend", columns.device).split_kv
@@ -68,7 +68,7 @@ class GroupAttention:
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Ask the holders, attend to what is here, answer others, merge in group order."""
         del k_TKH, v_TKH  # `store` has them
-        peers, asks = self._engine.peers, self._shape.asks
+        peers, asks = self._parts.peers, self._shape.asks
         if peers is None or not asks:
             # nothing is merged into it, so that it may be of the model's type
             lse = torch.empty(q_TNH.shape[:2], dtype=torch.float32, device=q_TNH.device)
@@ -94,12 +94,12 @@ class GroupAttention:
         sin_TH: Tensor,
     ) -> None:
         """Rotate and store, as `loongd.model.llama.Store`."""
-        pool = self._engine.kv.k_LSKH[layer], self._engine.kv.v_LSKH[layer]
+        pool = self._parts.kv.k_LSKH[layer], self._parts.kv.v_LSKH[layer]
         rope_store_kv(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH, self._columns[SLOT], *pool)
 
     def answer(self, layer: int) -> None:
         """Answer the members that ask."""
-        peers, shape = self._engine.peers, self._shape
+        peers, shape = self._parts.peers, self._shape
         if peers is None:
             return
         for number, peer in enumerate(shape.answers):
@@ -111,16 +111,16 @@ class GroupAttention:
     def _over_pool(
         self, layer: int, q_RNH: Tensor, column: int, *, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        engine = self._engine
+        parts = self._parts
         found: tuple[Tensor, Tensor] = self._split_kv(
             q_RNH,
-            engine.kv.k_LSKH[layer],
-            engine.kv.v_LSKH[layer],
-            engine.table.slots_S,
+            parts.kv.k_LSKH[layer],
+            parts.kv.v_LSKH[layer],
+            parts.table.slots_S,
             None,
             self._columns[column],
             k_ends=self._columns[column + END - BEGIN],
-            scale=engine.scale,
+            scale=parts.scale,
             out=out,
         )
         return found
@@ -129,9 +129,9 @@ class GroupAttention:
 class DecodeStep:
     """The kernels of one shape of step over fixed tensors; run as it is, or captured."""
 
-    def __init__(self, engine: Engine, shape: DecodeShape, drawn_B: Tensor) -> None:
+    def __init__(self, parts: DecodeParts, shape: DecodeShape, drawn_B: Tensor) -> None:
         """`drawn_B` (int64): the last step's tokens, read and then overwritten."""
-        self._engine = engine
+        self._parts = parts
         self.shape = shape
         self._drawn_B = drawn_B
         height = NUM_COLUMNS + 2 * len(shape.answers)
@@ -139,14 +139,14 @@ class DecodeStep:
         width = max(shape.bucket, 4)
         device = drawn_B.device
         self.numbers = torch.zeros((height, width), dtype=torch.int32, device=device)
-        self._attention = GroupAttention(engine, shape, self.numbers[:, : shape.bucket])
+        self._attention = GroupAttention(parts, shape, self.numbers[:, : shape.bucket])
         self.logits_BV: Tensor | None = None
 
     def run(self) -> None:
         """All layers, and the best token of each own row. Reads nothing on the host."""
-        engine, bucket = self._engine, self.shape.bucket
+        parts, bucket = self._parts, self.shape.bucket
         if not self.shape.owns:
-            for layer in range(len(engine.kv.k_LSKH)):
+            for layer in range(len(parts.kv.k_LSKH)):
                 self._attention.answer(layer)
             return
         rows = self.numbers[:, :bucket]
@@ -154,13 +154,13 @@ class DecodeStep:
         # a row that drew nothing has failed, and its request with it: any token will do
         drawn = self._drawn_B[source.clamp(min=0)].clamp(min=0)
         tokens = torch.where(source >= 0, drawn, rows[TOKEN].long())
-        engine.table.slots_S.index_copy_(0, rows[ENTRY].long(), rows[SLOT])
+        parts.table.slots_S.index_copy_(0, rows[ENTRY].long(), rows[SLOT])
         positions = rows[POSITION].long()
         attention = self._attention
-        hidden_TD = engine.model.forward(
+        hidden_TD = parts.model.forward(
             tokens, positions, positions + 1, attention, store=attention.store
         )
-        self.logits_BV = engine.model.head(hidden_TD)
+        self.logits_BV = parts.model.head(hidden_TD)
         self._drawn_B[:bucket].copy_(best_tokens(self.logits_BV))
 
 
@@ -182,14 +182,16 @@ class _Graph:
         self.step = step
         self._graph = torch.cuda.CUDAGraph()
         shape = step.numbers.shape
-        self._stages = [torch.zeros(shape, dtype=torch.int32).pin_memory() for _ in range(_STAGES)]
+        self._stages = deque(
+            torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(_STAGES)
+        )
         # other threads of the process (NCCL's watchdog) may call CUDA meanwhile
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             step.run()
 
     def replay(self, rows: DecodeRows) -> None:
-        stage = self._stages.pop(0)
-        self._stages.append(stage)
+        stage = self._stages[0]
+        self._stages.rotate(-1)
         stage.numpy()[:, : rows.columns.shape[1]] = rows.columns
         self.step.numbers.copy_(stage, non_blocking=True)
         self._graph.replay()
@@ -222,10 +224,10 @@ def _drawn(tokens_B: Tensor) -> list[Drawn]:
 class DecodeGraphs:
     """All graphs of a worker. `drawn_B`: the last step's tokens on the device."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, parts: DecodeParts) -> None:
+        self._parts = parts
         self._graphs: dict[DecodeShape, _Graph | _Direct] = {}
-        device = engine.kv.device
+        device = parts.kv.device
         self.drawn_B = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=device)
         self._on_gpu = device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if self._on_gpu else None
@@ -237,7 +239,7 @@ class DecodeGraphs:
     @property
     def has_peers(self) -> bool:
         """Whether steps with exchanges can be captured."""
-        return self._engine.peers is not None
+        return self._parts.peers is not None
 
     def capture(self, buckets: tuple[int, ...], rank: int) -> Iterator[float]:
         """Capture steps of one instance for these numbers of rows; yields the fraction done.
@@ -246,7 +248,7 @@ class DecodeGraphs:
         is compiled before anything is captured.
         """
         for number, bucket in enumerate(buckets):
-            if number == 0 and self._engine.peers is not None:
+            if number == 0 and self._parts.peers is not None:
                 self._run_once(DecodeShape(bucket, True, (rank,), (rank,)))
             shape = DecodeShape(bucket, True, (), ())
             self._run_once(shape)
@@ -262,7 +264,7 @@ class DecodeGraphs:
 
         Otherwise each row's best token is drawn on the device.
         """
-        self._engine.table.upload()
+        self._parts.table.upload()
         graph = self._graph(rows.shape)
         graph.replay(rows)
         num_rows = len(rows.own)
@@ -283,14 +285,14 @@ class DecodeGraphs:
     def _graph(self, shape: DecodeShape) -> _Graph | _Direct:
         known = self._graphs.get(shape)
         if known is None:
-            step = DecodeStep(self._engine, shape, self.drawn_B)
+            step = DecodeStep(self._parts, shape, self.drawn_B)
             known = _Graph(step, self._pool) if self._on_gpu else _Direct(step)
             self._graphs[shape] = known
         return known
 
     def _run_once(self, shape: DecodeShape) -> None:
-        step = DecodeStep(self._engine, shape, self.drawn_B)
+        step = DecodeStep(self._parts, shape, self.drawn_B)
         step.numbers[SOURCE] = step.numbers[SLOT] = -1
-        step.numbers[ENTRY] = self._engine.table.scratch
+        step.numbers[ENTRY] = self._parts.table.scratch
         step.run()
-        torch.cuda.synchronize(self._engine.kv.device)
+        torch.cuda.synchronize(self._parts.kv.device)

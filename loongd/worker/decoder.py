@@ -18,7 +18,7 @@ from loongd.model.llama import Llama
 from loongd.model.sampler import Drawing, begin_sample, is_plain
 from loongd.model.spec import ModelSpec
 from loongd.wire import Extend, RunStep, Sampled, Sampling
-from loongd.worker.decode_graphs import DecodeFlight, DecodeGraphs, Engine
+from loongd.worker.decode_graphs import DecodeFlight, DecodeGraphs, DecodeParts
 from loongd.worker.decode_layout import (
     BUCKETS,
     MAX_EXCHANGED_ROWS,
@@ -79,8 +79,8 @@ class Decoder:
                     dtype=dtype,
                     owner=mapped,
                 )
-        engine = Engine(model, kv, table, peers, spec.head_dim**-0.5)
-        return cls(DecodeGraphs(engine), table, kv, instance)
+        parts = DecodeParts(model, kv, table, peers, spec.head_dim**-0.5)
+        return cls(DecodeGraphs(parts), table, kv, instance)
 
     def capture(self) -> Iterator[float]:
         """Capture the most common steps; yields the fraction done."""

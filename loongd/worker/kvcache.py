@@ -102,6 +102,14 @@ class KvCache:
             known.append(slots, positions)
         return slots
 
+    def adopt(self, segment: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Slots for tokens that come from another pool, into any of a request's segments.
+
+        Raises PlanError when the pool has too few free slots.
+        """
+        self.rewrites += 1
+        return self.extend(segment, positions)
+
     def extend_one(self, segment: int, position: int, *, after: Sequence[int]) -> int:
         """The slot of one new token, as `extend` gives it. Raises PlanError when none is free."""
         known = self._segments.get(segment)

@@ -42,9 +42,6 @@ def migrate(message: RunMigrate, rank: int, kv: KvCache, transport: Transport) -
         _send(message, kv, transport)
     else:
         _receive(message, kv, transport)
-    if kv.device.type == "cuda":
-        # The report of the step says how long the move took, not how long its launch did.
-        torch.cuda.synchronize(kv.device)
 
 
 def _send(message: RunMigrate, kv: KvCache, transport: Transport) -> None:
@@ -77,7 +74,7 @@ def _receive(message: RunMigrate, kv: KvCache, transport: Transport) -> None:
     for segment, tokens in message.moves:
         positions = torch.empty(tokens, dtype=torch.int64, device=kv.device)
         transport.post([], [(source, positions)]).wait()
-        slots = kv.extend(segment, positions.cpu().numpy())
+        slots = kv.adopt(segment, positions.cpu().numpy())
         arriving: deque[_Part] = deque()
         for lo, hi in _parts(tokens, kv):
             block = kv.empty_block(hi - lo)

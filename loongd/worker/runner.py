@@ -133,8 +133,7 @@ class Runner:
         )
         runner = cls(parts, start.instance, pulse)
         runner.warm_up(start.world_size // start.tensor_parallel_size, progress)
-        if not start.deterministic:
-            runner.capture(start.world_size, progress)
+        runner.capture(start.world_size, progress)
         return runner
 
     @property
@@ -182,7 +181,6 @@ class Runner:
         Raises PlanError, WorkerError, or RuntimeError from torch.
         """
         migrate(message, self._instance, self.parts.kv, self.parts.transport)
-        self.parts.kv.rewrites += 1
         self._finish()
 
     def run(self, step: RunStep) -> list[Sampled]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from loongd.wire import Extend, RunMigrate, RunStep, Sampled, Sampling, pack_tokens
-from loongd.worker.decode_graphs import DecodeGraphs, Engine
+from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decode_layout import BUCKETS, MAX_EXCHANGED_ROWS, shape_of
 from loongd.worker.decoder import Decoder
 from loongd.worker.kvcache import KvCache
@@ -48,8 +48,8 @@ class DecodingCluster(Cluster):
         for rank, kv in enumerate(self.pools):
             table = SlotTable(kv)
             peers = PeerMemory(buffers, rank, **sizes)
-            engine = Engine(self._model, kv, table, peers, self.spec.head_dim**-0.5)
-            decoder = Decoder(DecodeGraphs(engine), table, kv, rank)
+            parts = DecodeParts(self._model, kv, table, peers, self.spec.head_dim**-0.5)
+            decoder = Decoder(DecodeGraphs(parts), table, kv, rank)
             self.runners[rank] = Runner(
                 self.runners[rank].parts, rank, self.runners[rank]._pulse, decoder=decoder
             )
