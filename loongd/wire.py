@@ -216,7 +216,8 @@ class Progress(_Message, frozen=True, tag=2):
 
 
 class Ready(_Message, frozen=True, tag=3):
-    """Start-up is over; `pool_tokens` slots are free."""
+    """Start-up is over; `pool_tokens` slots are free. `padded_sizes` are the numbers of new tokens,
+    ascending, to which small prefill steps on this instance alone are padded."""
 
     instance: int
     pool_tokens: int
@@ -224,6 +225,7 @@ class Ready(_Message, frozen=True, tag=3):
     weights_bytes: int
     device_name: str
     attention_backend: str
+    padded_sizes: list[int] = []
 
 
 class StepDone(_Message, frozen=True, tag=4):

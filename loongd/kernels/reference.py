@@ -86,6 +86,25 @@ def extend(
     return out
 
 
+def extend_planned(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    slots: Tensor,
+    tiles: Tensor,
+    ends: Tensor,
+    *,
+    scale: float,
+    tiling: Any,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Causal spans whose tiles are listed; see `kernels.gpu.attend.extend_planned`."""
+    del ends, tiling
+    spans = dict.fromkeys(tuple(tile[:4]) for tile in tiles.tolist() if tile[1])
+    ranges = tuple((q, q + num_q, k, k + num_k) for q, num_q, k, num_k in spans)
+    extend(q_TNH, k_SKH, v_SKH, slots, ranges, scale=scale, causal=True, out=out)
+
+
 def merge_state_(out_TNH: Tensor, lse_TN: Tensor, part_TNH: Tensor, part_lse_TN: Tensor) -> None:
     """Merge a part into `out_TNH`, `lse_TN` in place; see `kernels.merge`."""
     merged = torch.logaddexp(lse_TN, part_lse_TN)

@@ -24,6 +24,7 @@ from loongd.kernels.pool import rope_store_kv
 from loongd.kernels.sampling import best_tokens
 from loongd.model.llama import Llama
 from loongd.model.sampler import Drawing, Drawn, sample_once
+from loongd.worker.captured import STAGES, Captured, capture, graph_pool
 from loongd.worker.decode_layout import (
     BEGIN,
     BUCKETS,
@@ -40,9 +41,6 @@ from loongd.worker.decode_layout import (
 from loongd.worker.kvcache import KvCache
 from loongd.worker.peers import PeerMemory
 from loongd.worker.slot_table import SlotTable
-
-_STAGES = 4
-"""Copies of a graph's numbers on the host: one is read by the device while the next is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,39 +162,6 @@ class DecodeStep:
         self._drawn_B[:bucket].copy_(best_tokens(self.logits_BV))
 
 
-class _Direct:
-    """A step whose kernels are launched anew each time: where there are no graphs."""
-
-    def __init__(self, step: DecodeStep) -> None:
-        self.step = step
-
-    def replay(self, rows: DecodeRows) -> None:
-        self.step.numbers[:, : rows.columns.shape[1]] = torch.from_numpy(rows.columns)
-        self.step.run()
-
-
-class _Graph:
-    """A captured step with the host's copies of its numbers."""
-
-    def __init__(self, step: DecodeStep, pool: Any) -> None:
-        self.step = step
-        self._graph = torch.cuda.CUDAGraph()
-        shape = step.numbers.shape
-        self._stages = deque(
-            torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(_STAGES)
-        )
-        # other threads of the process (NCCL's watchdog) may call CUDA meanwhile
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            step.run()
-
-    def replay(self, rows: DecodeRows) -> None:
-        stage = self._stages[0]
-        self._stages.rotate(-1)
-        stage.numpy()[:, : rows.columns.shape[1]] = rows.columns
-        self.step.numbers.copy_(stage, non_blocking=True)
-        self._graph.replay()
-
-
 class DecodeFlight:
     """A step that the device works on: its tokens are on their way to `tokens_B`."""
 
@@ -224,16 +189,17 @@ def _drawn(tokens_B: Tensor) -> list[Drawn]:
 class DecodeGraphs:
     """All graphs of a worker. `drawn_B`: the last step's tokens on the device."""
 
-    def __init__(self, parts: DecodeParts) -> None:
+    def __init__(self, parts: DecodeParts, pool: Any = None) -> None:
+        """`pool` is memory of other graphs (`graph_pool`); its own by default."""
         self._parts = parts
-        self._graphs: dict[DecodeShape, _Graph | _Direct] = {}
+        self._graphs: dict[DecodeShape, tuple[DecodeStep, Captured]] = {}
         device = parts.kv.device
         self.drawn_B = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=device)
         self._on_gpu = device.type == "cuda"
-        self._pool: Any = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._pool: Any = graph_pool(device) if pool is None else pool
         self._tokens = deque(
             torch.zeros(BUCKETS[-1], dtype=torch.int64, pin_memory=self._on_gpu)
-            for _ in range(_STAGES)
+            for _ in range(STAGES)
         )
 
     @property
@@ -252,7 +218,7 @@ class DecodeGraphs:
                 self._run_once(DecodeShape(bucket, True, (rank,), (rank,)))
             shape = DecodeShape(bucket, True, (), ())
             self._run_once(shape)
-            logits_BV = self._graph(shape).step.logits_BV
+            logits_BV = self._graph(shape)[0].logits_BV
             if number == 0 and logits_BV is not None:
                 sample_once(logits_BV[:1])
             yield (number + 1) / len(buckets)
@@ -265,10 +231,10 @@ class DecodeGraphs:
         Otherwise each row's best token is drawn on the device.
         """
         self._parts.table.upload()
-        graph = self._graph(rows.shape)
-        graph.replay(rows)
+        step, graph = self._graph(rows.shape)
+        graph.replay(rows.columns)
         num_rows = len(rows.own)
-        logits_BV = graph.step.logits_BV
+        logits_BV = step.logits_BV
         if draw is not None and num_rows and logits_BV is not None:
             # the next replay overwrites the logits, but only after what is launched here
             drawing = draw(logits_BV[:num_rows])
@@ -282,11 +248,11 @@ class DecodeGraphs:
             tokens_B[:num_rows].copy_(self.drawn_B[:num_rows], non_blocking=True)
         return DecodeFlight(tokens_B, num_rows)
 
-    def _graph(self, shape: DecodeShape) -> _Graph | _Direct:
+    def _graph(self, shape: DecodeShape) -> tuple[DecodeStep, Captured]:
         known = self._graphs.get(shape)
         if known is None:
             step = DecodeStep(self._parts, shape, self.drawn_B)
-            known = _Graph(step, self._pool) if self._on_gpu else _Direct(step)
+            known = step, capture(step.run, step.numbers, self._pool)
             self._graphs[shape] = known
         return known
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from loongd.kernels.dispatch import has_triton
 from loongd.model.llama import Llama
 from loongd.model.sampler import Drawing, begin_sample, is_plain
 from loongd.model.spec import ModelSpec
-from loongd.wire import Extend, RunStep, Sampled, Sampling
-from loongd.worker.decode_graphs import DecodeFlight, DecodeGraphs, DecodeParts
+from loongd.wire import Extend, RunStep, Sampling
+from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decode_layout import (
     BUCKETS,
     MAX_EXCHANGED_ROWS,
@@ -26,7 +27,7 @@ from loongd.worker.decode_layout import (
     lay_out_rows,
     shape_of,
 )
-from loongd.worker.flight import Flight, Landed, report
+from loongd.worker.flight import Airborne, Flight, Landed, report
 from loongd.worker.kvcache import KvCache
 from loongd.worker.peers import PeerMemory, buffer_bytes, map_buffers
 from loongd.worker.slot_table import SlotTable
@@ -38,7 +39,7 @@ _MOST_GROUPED_HEADS = 64
 
 
 def can_capture(spec: ModelSpec, device: torch.device) -> bool:
-    """Whether decode steps of this model can be graphs on this device."""
+    """Whether steps of this model can be graphs on this device."""
     windowed = any(spec.window(layer) is not None for layer in range(spec.num_layers))
     small = spec.head_dim <= 256 and spec.head_dim % 8 == 0
     grouped = spec.num_heads // spec.num_kv_heads <= _MOST_GROUPED_HEADS
@@ -60,10 +61,20 @@ class Decoder:
 
     @classmethod
     def build(
-        cls, model: Llama, spec: ModelSpec, kv: KvCache, *, instance: int, world_size: int
+        cls,
+        model: Llama,
+        spec: ModelSpec,
+        table: SlotTable,
+        kv: KvCache,
+        *,
+        instance: int,
+        world_size: int,
+        pool: Any = None,
     ) -> Decoder:
-        """Maps the peers' memory: collective over all workers, each of them a whole instance."""
-        table = SlotTable(kv)
+        """Maps the peers' memory: collective over all workers, each of them a whole instance.
+
+        `table` is that of `kv`; `pool` is memory of other graphs, None for none.
+        """
         dtype = kv.k_LSKH.dtype
         sizes = (MAX_EXCHANGED_ROWS, spec.num_heads, spec.head_dim)
         peers: PeerMemory | None = None
@@ -80,7 +91,7 @@ class Decoder:
                     owner=mapped,
                 )
         parts = DecodeParts(model, kv, table, peers, spec.head_dim**-0.5)
-        return cls(DecodeGraphs(parts), table, kv, instance)
+        return cls(DecodeGraphs(parts, pool), table, kv, instance)
 
     def capture(self) -> Iterator[float]:
         """Capture the most common steps; yields the fraction done."""
@@ -117,23 +128,11 @@ class Decoder:
             undo.pop_all()
         if isinstance(flown, list):
             return Landed(report(rows.own, flown))
-        return _Flight(flown, rows.own)
+        return Airborne(flown, rows.own)
 
     def _take_back(self, grown: list[tuple[int, int]]) -> None:
         for segment, count in reversed(grown):
             self._kv.truncate(segment, count)
-
-
-class _Flight:
-    def __init__(self, flight: DecodeFlight | Drawing, own: tuple[Extend, ...]) -> None:
-        self._flight = flight
-        self._own = own
-
-    def ready(self) -> bool:
-        return self._flight.ready()
-
-    def wait(self) -> list[Sampled]:
-        return report(self._own, self._flight.finish())
 
 
 def _drawer(own: tuple[Extend, ...]) -> Callable[[Tensor], Drawing]:

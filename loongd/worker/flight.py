@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from loongd.model.sampler import Drawn
 from loongd.wire import Extend, Sampled
@@ -34,6 +36,50 @@ class Landed:
 
     def wait(self) -> list[Sampled]:
         return self._sampled
+
+
+class Draws(Protocol):
+    """Tokens that are being drawn."""
+
+    def ready(self) -> bool:
+        """Whether `finish` returns at once."""
+
+    def finish(self) -> list[Drawn]:
+        """Wait for the device. Raises RuntimeError for what failed there."""
+
+
+class Undrawn:
+    """Work on the device that draws nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Over when everything that the device has been given is done."""
+        self._done: Any = None
+        if device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def ready(self) -> bool:
+        done: bool = self._done is None or self._done.query()
+        return done
+
+    def finish(self) -> list[Drawn]:
+        if self._done is not None:
+            self._done.synchronize()
+        return []
+
+
+class Airborne:
+    """A step that the device works on, and the requests that it draws for, in order."""
+
+    def __init__(self, draws: Draws, extends: Sequence[Extend]) -> None:
+        self._draws = draws
+        self._extends = extends
+
+    def ready(self) -> bool:
+        return self._draws.ready()
+
+    def wait(self) -> list[Sampled]:
+        return report(self._extends, self._draws.finish())
 
 
 def report(extends: Sequence[Extend], drawn: Sequence[Drawn]) -> list[Sampled]:

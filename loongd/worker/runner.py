@@ -6,6 +6,7 @@ Does not know: sockets, scheduling, what other steps there are.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from loongd.model.spec import ModelSpec
 from loongd.model.weights import load_weights
 from loongd.wire import Audit, Ready, RunMigrate, RunStep, Sampled, Start
 from loongd.worker.attention import EspAttention
+from loongd.worker.captured import graph_pool
 from loongd.worker.comm import DistTensorParallel, DistTransport, LoopbackWorld, Transport
 from loongd.worker.decoder import Decoder, can_capture
 from loongd.worker.flight import Flight, Landed, report
@@ -38,7 +40,10 @@ from loongd.worker.layout import RowBytes, StepLayout
 from loongd.worker.memory import StepBytes, device_name, make_pool, pool_tokens
 from loongd.worker.migrate import migrate
 from loongd.worker.numerics import Numerics
+from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
+from loongd.worker.prefiller import Prefiller
 from loongd.worker.room import Room
+from loongd.worker.slot_table import SlotTable
 from loongd.worker.warm import SEGMENTS, warm_steps
 
 _log = logging.getLogger(__name__)
@@ -65,14 +70,21 @@ class Runner:
     """Runs steps; one at a time, each to its end."""
 
     def __init__(
-        self, parts: Parts, instance: int, pulse: Pulse, *, decoder: Decoder | None = None
+        self,
+        parts: Parts,
+        instance: int,
+        pulse: Pulse,
+        *,
+        decoder: Decoder | None = None,
+        prefiller: Prefiller | None = None,
     ) -> None:
-        """`decoder` runs the decode steps that it can; `capture` makes one for GPUs."""
+        """`decoder` and `prefiller` run the steps that they can; `capture` makes them for GPUs."""
         self.parts = parts
         self._instance = instance
         self._pulse = pulse
         self._last = LastDraw()
         self._decoder = decoder
+        self._prefiller = prefiller
         self._room = Room(parts.step_bytes, parts.transport, parts.tensor_parallel, parts.device)
         spec = parts.spec
         self._row_bytes = RowBytes.of(
@@ -134,6 +146,9 @@ class Runner:
         runner = cls(parts, start.instance, pulse)
         runner.warm_up(start.world_size // start.tensor_parallel_size, progress)
         runner.capture(start.world_size, progress)
+        # what start-up has made stays for good: a collection that looks at it takes 0.1 s and more
+        gc.collect()
+        gc.freeze()
         return runner
 
     @property
@@ -151,6 +166,7 @@ class Runner:
             weights_bytes=parts.weights_bytes,
             device_name=device_name(parts.device),
             attention_backend=parts.backend.name,
+            padded_sizes=[] if self._prefiller is None else list(self._prefiller.buckets),
         )
 
     def audit(self) -> Audit:
@@ -196,7 +212,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, step: RunStep) -> Flight:
-        """Start a step, as `run`; a decode step on a GPU may not be over when this returns.
+        """Start a step, as `run`; one that is a graph may not be over when this returns.
 
         The next step can be launched before: the device does them in order.
         """
@@ -207,15 +223,18 @@ class Runner:
         raise self._room.ran_out(step)
 
     def _launch(self, step: RunStep) -> Flight:
-        decoder = self._decoder
-        if decoder is None:
-            return Landed(self._run_now(self._last.fill(step)))
-        if not decoder.has_drawn(step.follows):
+        decoder, prefiller = self._decoder, self._prefiller
+        if decoder is None or not decoder.has_drawn(step.follows):
             step = self._last.fill(step)
-        shape = decoder.shape_of(step)
-        if shape is None:
-            return Landed(self._run_now(step))
-        return decoder.launch(step, shape)
+        if decoder is not None:
+            rows = decoder.shape_of(step)
+            if rows is not None:
+                return decoder.launch(step, rows)
+        if prefiller is not None:
+            bucket = prefiller.shape_of(step)
+            if bucket is not None:
+                return prefiller.launch(step, bucket)
+        return Landed(self._run_now(step))
 
     def _run_now(self, step: RunStep) -> list[Sampled]:
         self._room.agree(step)
@@ -267,17 +286,28 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, world_size: int, progress: Callable[[str, float], None]) -> None:
-        """Capture decode steps as graphs where device and model allow; collective over all."""
+        """Capture steps as graphs where device and model allow; collective over all."""
         parts = self.parts
         if parts.tensor_parallel is not None or not parts.partials.capturable:
             return
         if not can_capture(parts.spec, parts.device):
             return
+        table, pool = SlotTable(parts.kv), graph_pool(parts.device)
+        small = PrefillParts(parts.model, parts.spec, parts.kv, table)
+        self._prefiller = Prefiller(small, PrefillGraphs(small, pool), self._instance)
         self._decoder = Decoder.build(
-            parts.model, parts.spec, parts.kv, instance=self._instance, world_size=world_size
+            parts.model,
+            parts.spec,
+            table,
+            parts.kv,
+            instance=self._instance,
+            world_size=world_size,
+            pool=pool,
         )
-        for fraction in self._decoder.capture():
-            progress("graphs", fraction)
+        # the largest steps first: the others' graphs fit into the memory of theirs
+        for stage, graphs in (("prefill graphs", self._prefiller), ("graphs", self._decoder)):
+            for fraction in graphs.capture():
+                progress(stage, fraction)
 
     def _is_windowed(self, step: RunStep) -> bool:
         smallest = min((w for w in self._windows if w is not None), default=None)

@@ -52,9 +52,13 @@ class SlotTable:
         self._regions: dict[int, _Region] = {}
         self._writes: list[tuple[int, npt.NDArray[np.int64]]] = []
 
-    def begin_step(self, num_requests: int) -> None:
-        """Make sure that the step's requests have room, come what may."""
-        needed = _room(self._kv.total - self._kv.num_free) + 2 * _LEAST_ROOM * num_requests
+    def begin_step(self, num_requests: int, new_tokens: int = 0) -> None:
+        """Make sure that the step's requests have room, come what may.
+
+        `new_tokens` are those that `grow_by` will be asked for.
+        """
+        used = self._kv.total - self._kv.num_free + new_tokens
+        needed = _room(used) + 2 * _LEAST_ROOM * num_requests
         if self._end + needed > self._most:
             self._regions.clear()
             self._end = 0
@@ -77,6 +81,20 @@ class SlotTable:
         region.tail = (extend.segment, self._kv.length_of(extend.segment))
         return slot, region.begin, region.begin + region.length
 
+    def grow_by(self, extend: Extend, count: int) -> tuple[npt.NDArray[np.int64], int, int]:
+        """(slots, first, end) of a request with `count` new tokens, whose slots are taken.
+
+        The step must write the slots as the last entries. Raises PlanError when too few are free.
+        """
+        region = self._find(extend, count)
+        if region.length + count > region.capacity:
+            region = self._write(extend, count)
+        positions = extend.start + np.arange(count, dtype=np.int64)
+        slots = self._kv.extend(extend.segment, positions, after=extend.cached)
+        region.length += count
+        region.tail = (extend.segment, self._kv.length_of(extend.segment))
+        return slots, region.begin, region.begin + region.length
+
     def forget(self, segments: list[int]) -> None:
         """Drop the regions of requests whose segments are freed."""
         for segment in segments:
@@ -89,22 +107,23 @@ class SlotTable:
             self.slots_S[begin : begin + len(slots)].copy_(part)
         self._writes.clear()
 
-    def _find(self, extend: Extend) -> _Region:
+    def _find(self, extend: Extend, more: int = 0) -> _Region:
         region = self._regions.get(_anchor(extend))
         if region is None or region.rewrites != self._kv.rewrites:
-            return self._write(extend)
+            return self._write(extend, more)
         segment, tokens = region.tail
         last = extend.cached[-1] if extend.cached else extend.segment
         if segment != last or self._kv.length_of(segment) != tokens:
-            return self._write(extend)
+            return self._write(extend, more)
         return region
 
-    def _write(self, extend: Extend) -> _Region:
+    def _write(self, extend: Extend, more: int = 0) -> _Region:
+        """A region with what the pool has, and room for `more` tokens and then some."""
         slots = self._kv.slots_of(extend.cached)
         last = extend.cached[-1] if extend.cached else extend.segment
         region = _Region(
             begin=self._end,
-            capacity=_room(len(slots)),
+            capacity=_room(len(slots) + more),
             length=len(slots),
             rewrites=self._kv.rewrites,
             tail=(last, self._kv.length_of(last)),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from loongd.wire import Extend, RunMigrate, RunStep, Sampled, Sampling, pack_tokens
+from loongd.worker import slot_table
 from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decode_layout import BUCKETS, MAX_EXCHANGED_ROWS, shape_of
 from loongd.worker.decoder import Decoder
@@ -138,15 +139,18 @@ def test_any_masters_and_holders(
     assert clusters[0].graph_steps
 
 
-def test_the_same_step_again_and_again(clusters: tuple[DecodingCluster, Cluster]) -> None:
+def test_the_same_step_again_and_again(
+    clusters: tuple[DecodingCluster, Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps that follow each other take their tokens from the device, across a full region."""
+    monkeypatch.setattr(slot_table, "_LEAST_ROOM", 8)
     for cluster in clusters:
         cluster.reset()
     pair = (Sequence("a", [3, 1, 4]), Sequence("a", [3, 1, 4]))
     other = (Sequence("b", [1, 5, 9, 2]), Sequence("b", [1, 5, 9, 2]))
     _advance(clusters, [0, 1], [(pair, 3, None, [(0, 2), (1, 1)])], PLAIN)
     _advance(clusters, [0, 1], [(other, 4, None, [(1, 4)])], PLAIN)
-    for step in range(90):
+    for step in range(25):
         work = [(pair, 1, 0, []), (other, 1, 1, [])]
         _advance(clusters, [0, 1], work, PLAIN, unknown=step > 0)
     for side, cluster in enumerate(clusters):
@@ -194,6 +198,18 @@ def _pool(num_slots: int) -> KvCache:
     )
 
 
+def _grown(table: SlotTable, extend: Extend, count: int | None) -> tuple[int, int]:
+    """The region after a step with `count` new tokens, or a decode step, has written into it."""
+    if count is None:
+        slot, begin, end = table.grow(extend)
+        slots = np.array([slot])
+    else:
+        slots, begin, end = table.grow_by(extend, count)
+    table.upload()
+    table.slots_S[end - len(slots) : end] = torch.from_numpy(slots).int()
+    return begin, end
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_table_says_what_the_pool_says(data: st.DataObject) -> None:
@@ -204,7 +220,7 @@ def test_table_says_what_the_pool_says(data: st.DataObject) -> None:
     requests: dict[int, tuple[list[int], int | None, int]] = {}
     next_segment = 0
     for _ in range(data.draw(st.integers(1, 40))):
-        what = data.draw(st.sampled_from(["new", "decode", "eager", "undo", "free"]))
+        what = data.draw(st.sampled_from(["new", "decode", "chunk", "eager", "undo", "free"]))
         if what == "new" and kv.num_free >= 20:
             next_segment += 2
             count = data.draw(st.integers(0, 20))
@@ -216,7 +232,8 @@ def test_table_says_what_the_pool_says(data: st.DataObject) -> None:
             cached, open_segment, length = requests[key]
             segment = open_segment if open_segment is not None else key + 1
             extend = _extend(cached, segment, length)
-            table.begin_step(1)
+            count = data.draw(st.integers(1, min(20, kv.num_free))) if what == "chunk" else 1
+            table.begin_step(1, count)
             begin, end = table.older(extend)
             table.upload()
             assert table.slots_S[begin:end].tolist() == kv.slots_of(cached).tolist()
@@ -229,14 +246,12 @@ def test_table_says_what_the_pool_says(data: st.DataObject) -> None:
             if what == "eager":
                 kv.extend(segment, np.array([length]), after=cached)
             else:
-                slot, begin, end = table.grow(extend)
-                table.upload()
-                table.slots_S[end - 1] = slot
+                begin, end = _grown(table, extend, count if what == "chunk" else None)
                 assert table.slots_S[begin:end].tolist() == kv.slots_of(grown).tolist()
             if what == "undo":
                 kv.truncate(segment, 1)
                 continue
-            requests[key] = (grown, segment, length + 1)
+            requests[key] = (grown, segment, length + count)
         kv.check()
 
 

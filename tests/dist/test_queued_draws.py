@@ -115,11 +115,11 @@ def queued(runner: Runner, names: list[str]) -> Iterator[list[Sampled]]:
 
 @pytest.mark.parametrize("names", [["hot"], ["plain", "wide"], [*WAYS]], ids=str)
 def test_queued_steps_draw_the_same(runner: Runner, names: list[str]) -> None:
-    graphs = runner._decoder
-    runner._decoder = None
+    graphs, prefills = runner._decoder, runner._prefiller
+    runner._decoder = runner._prefiller = None
     expected = list(one_by_one(runner, names))
     runner.keep([])
-    runner._decoder = graphs
+    runner._decoder, runner._prefiller = graphs, prefills
     found = list(queued(runner, names))
     runner.keep([])
     for ours, theirs in zip(found, expected, strict=True):

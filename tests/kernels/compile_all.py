@@ -17,7 +17,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from loongd.kernels.gpu import attend, draw, elementwise, merge, pool, sampling, signal, skinny
+from loongd.kernels.gpu import (
+    attend,
+    draw,
+    elementwise,
+    merge,
+    plan,
+    pool,
+    sampling,
+    signal,
+    skinny,
+)
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -88,6 +98,11 @@ def _attention(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> 
     most = attend.MAX_DECODE_ROWS // (heads // kv_heads)
     attend.split_kv(q[:32], k, k, slots, cu_q, cu, scale=1.0, max_q=most)
     attend.extend(q, k, k, slots, ((0, 300, 0, 256),), scale=1.0)
+    if dtype == torch.bfloat16:  # other types need no more shared memory than above
+        tiling = plan.extend_tiling(q.device, dtype, head_dim, len(q) * heads // kv_heads)
+        lists = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+        state = torch.zeros_like(q), torch.zeros(q.shape[:2])
+        attend.extend_planned(q, k, k, slots.int(), *lists, scale=1.0, tiling=tiling, out=state)
     for num_q in (4, most, 100, 600):
         ranges = ((0, num_q, 0, 256),)
         attend.extend(q, k, k, None, ranges, scale=1.0, causal=True, out=(q, q[..., 0].float()))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from kernel_kit import assert_close, make_problem, poisoned
 
 from loongd.kernels import reference
 from loongd.kernels.gpu import attend
-from loongd.kernels.gpu.plan import Tiling, extend_tiling, plan_tiles
+from loongd.kernels.gpu.plan import Tiling, extend_tiling, plan_tiles, tile_table
 
 SMALL = Tiling(block_m=16, block_k=16, num_warps=4, num_stages=2, programs=10, merge_rows=1)
 HALF = torch.float16
@@ -160,6 +161,36 @@ def test_extend_writes_only_its_spans(device: torch.device) -> None:
         assert_close(out[1][rows], expected[1][rows], FULL)
     assert (out[0][3:7] == 7).all()
     assert (out[1][3:7] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [FULL, HALF], ids=str)
+def test_extend_planned_by_a_padded_list(device: torch.device, dtype: torch.dtype) -> None:
+    """Spans anywhere in a table, shares that end within a tile, rows and tiles of padding."""
+    q_lens, k_lens = (1, 40, 7, 2), (16, 90, 7, 33)
+    p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=dtype, device=device)
+    table = torch.full((400,), 1 << 30, dtype=torch.int32, device=device)
+    spans = []
+    for (q0, q1, k0, k1), begin in zip(p.ranges, (300, 10, 200, 120), strict=True):
+        table[begin : begin + k1 - k0] = p.slots[k0:k1].int()
+        spans.append((q0, q1, begin, begin + k1 - k0))
+    tiling = Tiling(32, 16, 4, 2, 14, 16)
+    tiles, ends = tile_table(spans, 3, tiling.block_m, tiling.block_k, causal=True)
+    tiles = np.pad(tiles, ((0, 5), (0, 0)))
+    ends = np.pad(ends, (0, 5), mode="edge")
+    lists = torch.from_numpy(tiles).to(device), torch.from_numpy(ends).to(device)
+    q = torch.cat((p.q, torch.full_like(p.q[:9], torch.nan)))
+    out = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0, device=device)
+    with poisoned():
+        attend.extend_planned(q, p.k, p.v, table, *lists, scale=p.scale, tiling=tiling, out=out)
+    double_q, k, v, slots = p.doubled
+    expected = reference.extend(double_q, k, v, slots, p.ranges, scale=p.scale, causal=True)
+    twin = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0, device=device)
+    reference.extend_planned(q, p.k, p.v, table, *lists, scale=p.scale, tiling=tiling, out=twin)
+    for got in (out, twin):
+        assert_close(got[0][:50], expected[0], dtype)
+        assert_close(got[1][:50], expected[1], dtype)
+        assert (got[0][50:] == 7).all()
+        assert (got[1][50:] == 7).all()
 
 
 def test_extend_nothing(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from loongd.kernels import reference
 from loongd.kernels.attention import PoolSlots, Spans, select_backend
 from loongd.kernels.gpu import attend, elementwise, merge, pool, sampling
+from loongd.kernels.gpu.plan import extend_tiling, tile_table
 
 pytestmark = pytest.mark.gpu
 
@@ -157,6 +158,46 @@ def test_split_kv_in_a_graph(device: torch.device) -> None:
         expected = expected_split(p)
         assert_close(out, expected[0], torch.bfloat16)
         assert_close(lse, expected[1], torch.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "heads", "head_dim"), [MODELS[1], *MODELS[5:7]], ids=str)
+def test_extend_planned_in_a_graph(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
+) -> None:
+    """One captured graph serves other lists of tiles: many short prompts, a long prefix."""
+    group, num_tiles, num_rows = heads[0] // heads[1], 160, 512
+    tiling = extend_tiling(device, dtype, head_dim, num_rows * group)
+    q = torch.zeros(num_rows, heads[0], head_dim, dtype=dtype, device=device)
+    pools = [torch.zeros(22_000, heads[1], head_dim, dtype=dtype, device=device) for _ in "kv"]
+    slots = torch.zeros(22_000, dtype=torch.int32, device=device)
+    tiles = torch.zeros(num_tiles, 5, dtype=torch.int32, device=device)
+    ends = torch.zeros(num_tiles + 1, dtype=torch.int32, device=device)
+    out = torch.zeros_like(q), torch.zeros(q.shape[:2], device=device)
+
+    def run() -> None:
+        attend.extend_planned(q, *pools, slots, tiles, ends, scale=0.1, tiling=tiling, out=out)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for q_lens, k_lens in (((100, 1, 300), (20_000, 33, 1300)), ((17,) * 30, (17,) * 30)):
+        p = make_problem(q_lens, k_lens, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
+        q[: len(p.q)] = p.q
+        slots[: len(p.slots)] = p.slots
+        pools[0][: len(p.k)], pools[1][: len(p.v)] = p.k, p.v
+        table = tile_table(p.ranges, group, tiling.block_m, tiling.block_k, causal=True)
+        tiles.zero_()[: len(table[0])] = torch.from_numpy(table[0])
+        ends.fill_(int(table[1][-1]))[: len(table[1])] = torch.from_numpy(table[1])
+        for x in out:
+            x.fill_(torch.nan)
+        graph.replay()
+        doubled = (p.q.double(), p.k.double(), p.v.double())
+        expected = reference.extend(*doubled, p.slots, p.ranges, scale=0.1, causal=True)
+        assert_close(out[0][: len(p.q)], expected[0], dtype)
+        assert_close(out[1][: len(p.q)], expected[1], dtype)
+        assert bool(out[0][len(p.q) :].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -90,25 +91,28 @@ def plan_tiles(
         tiles: (T, 5) int32: first query, number of queries, first key, number of keys, first row.
         ends: (T + 1) int32: key blocks before each tile; the last entry is all of them.
     """
-    parts = [_span_tiles(one, group, block_m, block_k, causal=causal) for one in ranges]
-    table = np.concatenate([np.empty((0, 6), np.int64), *parts]).astype(np.int32)
-    ends = np.concatenate(([0], np.cumsum(table[:, 5]))).astype(np.int32)
-    tiles = np.ascontiguousarray(table[:, :5])
+    tiles, ends = tile_table(ranges, group, block_m, block_k, causal=causal)
     return torch.from_numpy(tiles).to(device), torch.from_numpy(ends).to(device)
 
 
-def _span_tiles(
-    one: Sequence[int], group: int, block_m: int, block_k: int, *, causal: bool
-) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    q0, q1, k0, k1 = one
-    num_q, num_k = q1 - q0, k1 - k0
-    rows = np.arange(0, num_q * group, block_m, dtype=np.int64)
-    table = np.empty((len(rows), 6), np.int64)
-    table[:, :4] = q0, num_q, k0, num_k
-    table[:, 4] = rows
-    keys = np.full(len(rows), num_k, np.int64)
+def tile_table(
+    ranges: Sequence[tuple[int, int, int, int]],
+    group: int,
+    block_m: int,
+    block_k: int,
+    *,
+    causal: bool,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """As `plan_tiles`, on the host."""
+    q_begin, q_end, k_begin, k_end = np.array(ranges, np.int64).reshape(-1, 4).T
+    num_q, num_k = q_end - q_begin, k_end - k_begin
+    num_tiles = -(-num_q * group // block_m)
+    span = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    rows = (np.arange(len(span)) - (np.cumsum(num_tiles) - num_tiles)[span]) * block_m
+    keys = num_k[span]
     if causal:
-        last_query = np.minimum((rows + block_m - 1) // group, num_q - 1)
-        keys = np.clip(num_k - num_q + last_query + 1, 0, num_k)
-    table[:, 5] = -(-keys // block_k)
-    return table
+        last_query = np.minimum((rows + block_m - 1) // group, num_q[span] - 1)
+        keys = np.maximum(keys - num_q[span] + last_query + 1, 0)
+    columns = (q_begin[span], num_q[span], k_begin[span], num_k[span], rows)
+    ends = np.concatenate(([0], np.cumsum(-(-keys // block_k))))
+    return np.stack(columns, axis=1).astype(np.int32), ends.astype(np.int32)

@@ -1,0 +1,69 @@
+"""A step's kernels over fixed tensors, captured once as a CUDA graph and then replayed.
+
+Knows: how a step's numbers come from the host into the tensor that its kernels read.
+Does not know: what the kernels compute. Where there are no graphs they are launched anew each time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+STAGES = 4
+"""Copies of a graph's numbers on the host: one is read by the device while the next is written."""
+
+
+class Captured(Protocol):
+    """Kernels that can be run again and again."""
+
+    def replay(self, values: npt.NDArray[np.int32]) -> None:
+        """Run them once, over these first columns of their numbers."""
+
+
+def graph_pool(device: torch.device) -> Any:
+    """Memory that graphs share which run one after the other; None where there are none."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def capture(run: Callable[[], None], numbers: Tensor, pool: Any) -> Captured:
+    """`run` launches the kernels; they read `numbers` (int32), whose storage stays."""
+    return _Graph(run, numbers, pool) if numbers.is_cuda else _Direct(run, numbers)
+
+
+class _Direct:
+    """Kernels that are launched anew each time."""
+
+    def __init__(self, run: Callable[[], None], numbers: Tensor) -> None:
+        self._run = run
+        self._numbers = numbers
+
+    def replay(self, values: npt.NDArray[np.int32]) -> None:
+        self._numbers[..., : values.shape[-1]] = torch.from_numpy(values)
+        self._run()
+
+
+class _Graph:
+    """Captured kernels with the host's copies of their numbers."""
+
+    def __init__(self, run: Callable[[], None], numbers: Tensor, pool: Any) -> None:
+        self._numbers = numbers
+        self._graph = torch.cuda.CUDAGraph()
+        self._stages = deque(
+            torch.zeros(numbers.shape, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)
+        )
+        # other threads of the process (NCCL's watchdog) may call CUDA meanwhile
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+
+    def replay(self, values: npt.NDArray[np.int32]) -> None:
+        stage = self._stages[0]
+        self._stages.rotate(-1)
+        stage.numpy()[..., : values.shape[-1]] = values
+        self._numbers.copy_(stage, non_blocking=True)
+        self._graph.replay()

@@ -1,0 +1,184 @@
+"""Small prefill steps on a GPU: each bucket of new tokens is captured once and then replayed.
+
+Knows: the kernels of such a step, which read everything that differs between steps from memory.
+Does not know: plans, how a plan becomes numbers, other instances.
+
+The eager way launches some 400 kernels from Python: 25 ms and more for an 8B model, of which the
+device needs 5 to 15. Keys and values are stored first, and then all attention is over the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loongd.kernels.dispatch import pick
+from loongd.kernels.gpu.plan import Tiling, extend_tiling
+from loongd.kernels.pool import rope_store_kv
+from loongd.model.llama import Llama
+from loongd.model.spec import ModelSpec
+from loongd.worker.captured import Captured, capture, graph_pool
+from loongd.worker.kvcache import KvCache
+from loongd.worker.prefill_layout import BUCKETS, PrefillNumbers, PrefillShape
+from loongd.worker.slot_table import SlotTable
+
+_LEAST_TILED_ROWS = 64
+"""Smaller tiles save nothing, and each size is compiled anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillParts:
+    """What graphs are made of."""
+
+    model: Llama
+    spec: ModelSpec
+    kv: KvCache
+    table: SlotTable
+
+    def tiling(self, bucket: int) -> Tiling:
+        """How attention is cut in steps of this bucket."""
+        rows = max(bucket * self.group, _LEAST_TILED_ROWS)
+        return extend_tiling(self.kv.device, self.kv.k_LSKH.dtype, self.spec.head_dim, rows)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share keys."""
+        return self.spec.num_heads // self.spec.num_kv_heads
+
+
+class PrefillStep:
+    """The kernels of one bucket over fixed tensors; run as it is, or captured."""
+
+    def __init__(
+        self, parts: PrefillParts, shape: PrefillShape, state: tuple[Tensor, Tensor]
+    ) -> None:
+        """`state`: outputs (`bucket`, N, H) and log-sum-exps of attention, finite; written over.
+
+        Rows of padding are not written, so that what is finite stays so.
+        """
+        self._parts = parts
+        self._tiling = parts.tiling(shape.bucket)
+        self._state = state
+        self._attend = pick("attend", parts.kv.device)
+        self.shape = shape
+        self.numbers = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=parts.kv.device)
+        views = self.numbers.split_with_sizes(shape.sizes)
+        self._tokens_T, self._positions_T, self._slots_T, self._entries_T = views[:4]
+        self._rows_B, self._begins_B, self._ends_B, tiles, self._tile_ends = views[4:]
+        self._tiles = tiles.view(-1, 5)
+        self.clear()
+        self.hidden_BD: Tensor | None = None
+
+    def clear(self) -> None:
+        """Make it the step of no request, which stores nothing."""
+        self.numbers.zero_()
+        self._slots_T.fill_(-1)
+        self._entries_T.fill_(self._parts.table.scratch)
+
+    def run(self) -> None:
+        """All layers, into `hidden_BD`: the wanted rows. Reads nothing on the host."""
+        parts = self._parts
+        parts.table.slots_S.index_copy_(0, self._entries_T.long(), self._slots_T)
+        positions = self._positions_T.long()
+        self.hidden_BD = parts.model.forward(
+            self._tokens_T.long(),
+            positions,
+            positions + 1,
+            self._attention,
+            rows_B=self._rows_B.long(),
+            store=self._store,
+        )
+
+    def _attention(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """As `loongd.model.llama.Attention`; the last layer gives the wanted rows alone."""
+        del k_TKH, v_TKH  # `_store` has them
+        parts = self._parts
+        scale = parts.spec.head_dim**-0.5
+        pool = (parts.kv.k_LSKH[layer], parts.kv.v_LSKH[layer], parts.table.slots_S)
+        if layer == parts.spec.num_layers - 1:
+            # the last new token of a request sees all of its keys, as in decode
+            q_BNH = q_TNH[self._rows_B.long()]
+            lse = torch.empty(q_BNH.shape[:2], dtype=torch.float32, device=q_BNH.device)
+            place = (q_BNH.new_empty(q_BNH.shape), lse)
+            ends = {"k_ends": self._ends_B, "scale": scale, "out": place}
+            self._attend.split_kv(q_BNH, *pool, None, self._begins_B, **ends)
+            return place[0]
+        self._attend.extend_planned(
+            q_TNH,
+            *pool,
+            self._tiles,
+            self._tile_ends,
+            scale=scale,
+            tiling=self._tiling,
+            out=self._state,
+        )
+        return self._state[0]
+
+    def _store(
+        self,
+        layer: int,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cos_TH: Tensor,
+        sin_TH: Tensor,
+    ) -> None:
+        """Rotate and store, as `loongd.model.llama.Store`."""
+        pool = self._parts.kv.k_LSKH[layer], self._parts.kv.v_LSKH[layer]
+        rope_store_kv(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH, self._slots_T, *pool)
+
+
+class PrefillGraphs:
+    """All graphs of a worker."""
+
+    def __init__(self, parts: PrefillParts, pool: Any = None) -> None:
+        """`pool` is memory of other graphs (`graph_pool`); its own by default."""
+        self._parts = parts
+        self._graphs: dict[PrefillShape, tuple[PrefillStep, Captured]] = {}
+        kv, spec = parts.kv, parts.spec
+        self._pool: Any = graph_pool(kv.device) if pool is None else pool
+        sizes = (BUCKETS[-1], spec.num_heads)
+        self._out_TNH = torch.zeros(*sizes, spec.head_dim, dtype=kv.k_LSKH.dtype, device=kv.device)
+        self._lse_TN = torch.zeros(sizes, dtype=torch.float32, device=kv.device)
+
+    def shape_of(self, bucket: int) -> PrefillShape:
+        """The shape of steps of this bucket."""
+        tiling = self._parts.tiling(bucket)
+        return PrefillShape(bucket, self._parts.group, tiling.block_m, tiling.block_k)
+
+    def capture(self) -> Iterator[float]:
+        """Capture all buckets; yields the fraction done. The largest first: others fit into what
+        it has taken."""
+        for number, bucket in enumerate(reversed(BUCKETS)):
+            shape = self.shape_of(bucket)
+            self._step(shape).run()  # compiles what has to be
+            torch.cuda.synchronize(self._parts.kv.device)
+            self._graph(shape)
+            yield (number + 1) / len(BUCKETS)
+
+    def launch(self, step: PrefillNumbers) -> Tensor | None:
+        """Start a step: hidden states (B, D) after the last layer of the tokens that draw, valid
+        until the next one in the stream; None when there is none."""
+        self._parts.table.upload()
+        kernels, graph = self._graph(step.shape)
+        graph.replay(step.numbers)
+        hidden_BD = kernels.hidden_BD
+        if not step.sampled or hidden_BD is None:
+            return None
+        return hidden_BD[: len(step.sampled)]
+
+    def _graph(self, shape: PrefillShape) -> tuple[PrefillStep, Captured]:
+        known = self._graphs.get(shape)
+        if known is None:
+            step = self._step(shape)
+            known = step, capture(step.run, step.numbers, self._pool)
+            self._graphs[shape] = known
+        return known
+
+    def _step(self, shape: PrefillShape) -> PrefillStep:
+        state = self._out_TNH[: shape.bucket], self._lse_TN[: shape.bucket]
+        return PrefillStep(self._parts, shape, state)
