@@ -109,7 +109,8 @@ def refit(found: dict[str, Any]) -> dict[str, Any]:
             ]
             for phase in ("prefill", "launch")
         )
-        prefill.append(fit_measured(old.dop, points, launches))
+        sizes = () if old.detail is None else old.detail.padded_sizes
+        prefill.append(fit_measured(old.dop, points, launches, sizes))
     decode = []
     for fit in profile.decode:
         steps = [

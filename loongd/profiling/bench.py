@@ -52,6 +52,11 @@ class Bench:
         return [ready.instance for ready in self._exclusive.instances]
 
     @property
+    def padded_sizes(self) -> tuple[int, ...]:
+        """New tokens to which small prefill steps of one instance are padded."""
+        return tuple(self._exclusive.instances[0].padded_sizes)
+
+    @property
     def pool_tokens(self) -> int:
         """Slots of the smallest instance."""
         return min(ready.pool_tokens for ready in self._exclusive.instances)

@@ -127,16 +127,23 @@ def spread(times: Sequence[float]) -> float:
 
 
 def prefill_sizes(
-    longest: int, block_tokens: int, most_cached: int, *, limit: int = 0
+    longest: int,
+    block_tokens: int,
+    most_cached: int,
+    *,
+    limit: int = 0,
+    padded_sizes: Sequence[int] = (),
 ) -> list[Items]:
     """Single prompts, batches, chunks of long prompts, and random ones, up to `longest` tokens a
     step, and one prompt of twice that within `limit`, for what lies beyond. Chunks read multiples
-    of `block_tokens`, at most `most_cached` tokens."""
+    of `block_tokens`, at most `most_cached` tokens. One prompt for each of `padded_sizes`, to which
+    small steps are padded."""
     singles: list[Items] = [((0, _uneven(2 * longest)),)] if 2 * longest <= limit else []
     tokens = longest
     while tokens >= _MIN_TOKENS and len(singles) < _SINGLES:
         singles.append(((0, _uneven(tokens)),))
         tokens //= 2
+    singles += [((0, _uneven(size)),) for size in padded_sizes if size <= longest]
     batches: list[Items] = [
         tuple((0, _uneven(longest // share)) for _ in range(count))
         for count, share in ((2, 3), (4, 32), (8, 10), (16, 64), (_MOST_REQUESTS, 256))

@@ -110,7 +110,11 @@ class Session:
             yield {"stage": f"dop {dop}: warm-up", "fraction": 0.0}
         bench = self._bench
         sizes = grid.prefill_sizes(
-            self._longest, bench.block_tokens, self._most_cached, limit=self._limit
+            self._longest,
+            bench.block_tokens,
+            self._most_cached,
+            limit=self._limit,
+            padded_sizes=self._padded_sizes(dop),
         )
         jobs = [self._prefill_job(items) for items in sizes]
         async for done in repeat(jobs, self._effort):
@@ -137,7 +141,12 @@ class Session:
             yield done
         bench.clear()
         launches = _keep(found, "launch", dop, sizes, jobs)
-        found.prefill.append(fit_measured(dop, found.steps[dop], launches))
+        fit = fit_measured(dop, found.steps[dop], launches, self._padded_sizes(dop))
+        found.prefill.append(fit)
+
+    def _padded_sizes(self, dop: int) -> tuple[int, ...]:
+        """New tokens to which a group's small steps are padded."""
+        return self._bench.padded_sizes if dop == 1 else ()
 
     async def _profile_decode(
         self, dop: int, num_masters: int, found: _Found

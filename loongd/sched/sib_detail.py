@@ -15,7 +15,7 @@ A chunk is a request with cached tokens: its queries travel, so it costs more th
 of its length; and few queries take as long as reading what they attend to, hence `cached`. A long
 chunk is one whose attention the kernels cut into pieces, each with launches of its own. `rows`
 is what the linear layers take for so many rows: linear between measured points, for products of
-matrices have a best size.
+matrices have a best size. Where small steps are padded to a few sizes, the size counts in it.
 
 Decode, for one (dop, masters): times over (requests of the busiest master, KV tokens of a member).
 A CUDA graph serves a range of batches, products of few rows have steps, and attention over little
@@ -50,6 +50,12 @@ def _place(row: tuple[int, float]) -> int:
     return row[0]
 
 
+def padded(sizes: Sequence[int], tokens: int) -> int:
+    """The smallest of the ascending `sizes` that is not below `tokens`; `tokens` beyond them."""
+    at = bisect_left(sizes, tokens)
+    return sizes[at] if at < len(sizes) else tokens
+
+
 LONG_NEW_TOKENS = 512
 LONG_CACHED_TOKENS = 2048
 """New and cached tokens of each member from which a chunk is long."""
@@ -77,7 +83,8 @@ class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill time of one degree of parallelism; the module says what each number means. `host`
-    is None where the device was always the slower one."""
+    is None where the device was always the slower one; `padded_sizes` (ascending) are the numbers
+    of new tokens to which small steps are padded."""
 
     step_s: float
     item_s: float
@@ -90,6 +97,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float
     rows: Table
     host: HostCosts | None = None
+    padded_sizes: tuple[int, ...] = ()
 
     def time_s(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
@@ -109,7 +117,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
             + self.chunk_s * chunks
             + self.chunk_token_s * chunk_tokens
             + self.cached_s * cached_tokens
-            + look_up(self.rows, new, self.token_s)
+            + look_up(self.rows, padded(self.padded_sizes, new), self.token_s)
             + self.square_s * square
             + self.cross_s * cross
         )
@@ -119,12 +127,15 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
         """What makes a prediction fall when work is added; empty when nothing does."""
         numbers = msgspec.structs.asdict(self)
         numbers.pop("rows")
+        sizes = numbers.pop("padded_sizes")
         host = numbers.pop("host")
         if host is not None:
             numbers |= {f"host {name}": s for name, s in msgspec.structs.asdict(host).items()}
         bad = [name for name, value in numbers.items() if not 0 <= value < float("inf")]
         if bad:
             return f"{bad} must not be negative"
+        if sizes and (sizes[0] < 1 or not _rises(sizes, strictly=True)):
+            return "padded_sizes must be ascending"
         return "" if self.rows and is_rising(self.rows) else "rows must be ascending"
 
 

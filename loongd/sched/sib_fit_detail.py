@@ -28,6 +28,7 @@ from loongd.sched.sib_detail import (
     HostCosts,
     PrefillDetail,
     Table,
+    padded,
 )
 from loongd.sched.sib_fit import (
     DecodePoint,
@@ -63,16 +64,24 @@ only take up what it was slower by while larger steps were measured."""
 
 
 def fit_measured(
-    dop: int, points: Sequence[PrefillPoint], launches: Sequence[PrefillPoint] = ()
+    dop: int,
+    points: Sequence[PrefillPoint],
+    launches: Sequence[PrefillPoint] = (),
+    padded_sizes: Sequence[int] = (),
 ) -> PrefillFit:
     """The formula and, where it is called for, the detail of a profile's points; `launches` are
-    small steps, which on a GPU its host holds up.
+    small steps, which on a GPU its host holds up, unless it replays them padded to `padded_sizes`
+    (new tokens, ascending).
 
     LoongServe's formula (section 5.2) has one line for all lengths; see `sched.sib_detail`. Here it
     is of prompts and of chunks as a prefill has them; short chunks over much KV, which take as long
     as reading it, are left to the detail. Fewer than twelve points get no detail.
     """
-    detail, trusted = _prefill_detail(dop, points, launches)
+    if padded_sizes:
+        trusted = [*points, *launches]
+        detail = _device_detail(trusted, sizes=tuple(padded_sizes))
+    else:
+        detail, trusted = _prefill_detail(dop, points, launches)
     usual = [p for p in trusted if all(_USUAL * new >= cached for cached, new in p.items)]
     fit = fit_prefill(dop, usual)
     if len(trusted) < _LEAST_POINTS:
@@ -152,9 +161,12 @@ def _host_costs(dop: int, launches: Sequence[PrefillPoint]) -> HostCosts:
     )
 
 
-def _device_detail(points: Sequence[PrefillPoint], host: HostCosts | None = None) -> PrefillDetail:
-    work = _Work.of(points, hosted=host is not None)
-    return _detail(work.fit(), host, work.knots)
+def _device_detail(
+    points: Sequence[PrefillPoint], host: HostCosts | None = None, sizes: tuple[int, ...] = ()
+) -> PrefillDetail:
+    work = _Work.of(points, hosted=host is not None, sizes=sizes)
+    detail = _detail(work.fit(), host, work.knots)
+    return msgspec.structs.replace(detail, padded_sizes=sizes)
 
 
 def _cost_of(detail: PrefillDetail, points: Sequence[PrefillPoint]) -> float:
@@ -179,11 +191,13 @@ class _Work:
     knots: Floats
 
     @classmethod
-    def of(cls, points: Sequence[PrefillPoint], *, hosted: bool) -> _Work:
-        """`hosted` leaves what a request and a chunk cost beside their tokens to a host."""
+    def of(cls, points: Sequence[PrefillPoint], *, hosted: bool, sizes: tuple[int, ...]) -> _Work:
+        """`hosted` leaves what a request and a chunk cost beside their tokens to a host; new tokens
+        are padded to `sizes`."""
         times = _times_of(points)
-        new = np.array([sum(n for _, n in point.items) for point in points], dtype=np.float64)
-        knots = _knots(new)
+        totals = [padded(sizes, sum(n for _, n in point.items)) for point in points]
+        new = np.array(totals, dtype=np.float64)
+        knots = _knots(new, sizes)
         widths = np.diff(knots)
         parts = np.clip(new[:, None] - knots[None, :-1], 0.0, widths[None, :])
         fixed = np.array([_device_features(point) for point in points], dtype=np.float64)
@@ -241,11 +255,12 @@ def _detail(x: Floats, host: HostCosts | None, knots: Floats) -> PrefillDetail:
     )
 
 
-def _knots(new: Floats) -> Floats:
-    """0, and measured numbers of tokens that are far enough apart, the largest among them."""
+def _knots(new: Floats, sizes: Sequence[int]) -> Floats:
+    """0, and measured numbers of tokens: all that are in `sizes`, and of others those that are far
+    enough apart, the largest among them."""
     places: list[float] = []
     for place in sorted(set(new.tolist()), reverse=True):
-        if not places or places[-1] >= _KNOT_RATIO * place:
+        if not places or place in sizes or places[-1] >= _KNOT_RATIO * place:
             places.append(place)
     return np.array([0.0, *places[::-1]], dtype=np.float64)
 

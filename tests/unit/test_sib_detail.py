@@ -244,6 +244,35 @@ def test_unseen_prefills_of_a_made_up_machine_are_foreseen(
     assert max(errors) < 0.10
 
 
+PADDED = (16, 32, 64, *range(128, 1025, 128))
+
+
+def gpu_replaying(items: grid.Items, _warmth: float = 1.0) -> float:
+    """Small steps are replayed, padded; some sizes are slower than the next one."""
+    new = sum(n for _, n in items)
+    new = next((size for size in PADDED if size >= new), new)
+    rows_s = max(5e-3, 2.4e-5 * new) * (1.15 if new % 256 == 128 else 1.0)
+    return rows_s + sum(5e-10 * n * (n + 2 * c) + 4e-8 * c for c, n in items)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_padded_steps_are_foreseen_by_their_size(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = grid.prefill_sizes(LONGEST, BLOCK, MOST_CACHED, padded_sizes=PADDED)
+    points = [PrefillPoint(i, gpu_replaying(i) * (1 + rng.uniform(-0.01, 0.01))) for i in sizes]
+    launches = launch_points(gpu_replaying, 1, rng)
+    fit = fit_measured(1, points, launches, PADDED)
+    assert fit.detail is not None
+    assert fit.detail.fault() == ""
+    shortest, longest, next_size = (fit.time_s([(0, n)]) for n in (257, 384, 385))
+    assert longest < 1.01 * shortest
+    assert next_size > 1.10 * longest
+    unseen = grid.random_prefills(LONGEST, BLOCK, MOST_CACHED, seed=100 + seed, count=60)
+    errors = [abs(fit.time_s(items) / gpu_replaying(items) - 1) for items in unseen]
+    assert sum(errors) / len(errors) < 0.03
+    assert max(errors) < 0.10
+
+
 def test_a_formula_that_is_right_gets_no_detail() -> None:
     plain = profile().prefill[0]
     sizes = grid.prefill_sizes(4096, 128, 8192)
