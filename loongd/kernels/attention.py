@@ -69,13 +69,23 @@ class PoolSlots:
 
     per_span: tuple[npt.NDArray[np.int64], ...]
     device: torch.device
-    _runs: list[tuple[int, int] | None] = field(default_factory=list)
+    _gaps: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
 
-    def run(self, span: int) -> tuple[int, int] | None:
-        """(first, end) when the span's slots are one ascending run, so that it can be a view."""
-        if not self._runs:
-            self._runs.extend(_as_run(slots) for slots in self.per_span)
-        return self._runs[span]
+    def run(self, span: int, first: int = 0, end: int | None = None) -> tuple[int, int] | None:
+        """(first, end) of the slots of the span's keys `first` to `end`, by default all of them.
+
+        None when they are not one ascending run, which can be read as a view.
+        """
+        slots = self.per_span[span]
+        end = len(slots) if end is None else end
+        if first >= end:
+            return (0, 0)
+        gaps = self._gaps.get(span)
+        if gaps is None:
+            gaps = self._gaps[span] = np.flatnonzero(np.diff(slots) != 1)
+        if np.searchsorted(gaps, first) != np.searchsorted(gaps, end - 1):
+            return None
+        return (int(slots[first]), int(slots[end - 1]) + 1)
 
     @cached_property
     def packed(self) -> Tensor:
@@ -89,15 +99,6 @@ class PoolSlots:
         if run is not None:
             return pool_SKH[run[0] : run[1]]
         return pool_SKH.index_select(0, torch.from_numpy(self.per_span[span]).to(self.device))
-
-
-def _as_run(slots: npt.NDArray[np.int64]) -> tuple[int, int] | None:
-    if len(slots) == 0:
-        return (0, 0)
-    first, last = int(slots[0]), int(slots[-1])
-    if last - first + 1 != len(slots) or not bool(np.all(np.diff(slots) == 1)):
-        return None
-    return (first, last + 1)
 
 
 class AttentionBackend(Protocol):

@@ -170,12 +170,11 @@ class TritonBackend:
         """Most of a long span by cuDNN, into `state`; returns the queries left to do."""
         q0, q1, k0, k1 = one
         q_pieces = list(_ranges(q0, cudnn.pieces(q1 - q0, cudnn.QUERY_SIZES)))
-        run = slots.run(span)
         done = k0
         for first, end in _ranges(k0, cudnn.pieces(k1 - k0, cudnn.KEY_SIZES)):
+            run = slots.run(span, first - k0, end - k0)
             if run is not None:
-                keys = slice(run[0] + first - k0, run[0] + end - k0)
-                k, v = k_SKH[keys], v_SKH[keys]
+                k, v = k_SKH[slice(*run)], v_SKH[slice(*run)]
             else:
                 at = slots.packed[first:end]
                 k, v = k_SKH.index_select(0, at), v_SKH.index_select(0, at)

@@ -1,8 +1,10 @@
 """Which slots of one instance are free: a sorted list of runs.
 
 Knows: slot numbers. Does not know: tensors, segments, requests.
-Runs keep a request's slots together where they can, so that the CPU path reads its KV as a view
-and a GPU gather touches neighbouring rows; correctness never depends on it.
+Runs keep a request's slots together where they can, so that attention reads long pieces of its KV
+as views instead of copies; correctness never depends on it. A long prompt comes in chunks, each
+placed right behind the one before: newcomers leave room there. Short ones stand at the end of the
+longest run, long ones at its start if that is the pool's, else in its middle.
 """
 
 from __future__ import annotations
@@ -13,6 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loongd.errors import PlanError
+
+LONG = 2048
+"""From so many slots on, an allocation is taken for a prompt's first chunk, with more to come."""
+GROWTH = 1024
+"""Free slots behind a shorter one, for its answer."""
 
 
 class SlotAllocator:
@@ -33,13 +40,13 @@ class SlotAllocator:
             raise PlanError(f"{count} KV slots needed, {self.num_free} of {self.total} free")
         parts: list[npt.NDArray[np.int64]] = []
         missing = count
-        if missing and after is not None:
-            missing -= self._take_from(
-                bisect_left(self._starts, after + 1), after + 1, missing, parts
-            )
+        if after is not None:
+            at = bisect_left(self._starts, after + 1)
+            if at < len(self._starts) and self._starts[at] == after + 1:
+                missing -= self._take(at, after + 1, missing, parts)
         while missing:
             at = self._longest_run()
-            missing -= self._take_from(at, self._starts[at], missing, parts)
+            missing -= self._take(at, self._place(at, missing), missing, parts)
         self.num_free -= count
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -80,20 +87,24 @@ class SlotAllocator:
         assert not self._ends or (self._starts[0] >= 0 and self._ends[-1] <= self.total)
 
     def _longest_run(self) -> int:
-        """The longest run: a newcomer leaves its neighbours the most room to grow."""
         lengths = [e - s for s, e in zip(self._starts, self._ends, strict=True)]
         return max(range(len(lengths)), key=lengths.__getitem__)
 
-    def _take_from(
-        self, at: int, start: int, count: int, parts: list[npt.NDArray[np.int64]]
-    ) -> int:
-        if at >= len(self._starts) or self._starts[at] != start:
-            return 0
-        taken = min(count, self._ends[at] - start)
+    def _place(self, at: int, count: int) -> int:
+        """Where in a run a newcomer stands."""
+        start, end = self._starts[at], self._ends[at]
+        if count < LONG:
+            return max(start, end - count - GROWTH)
+        return start if start == 0 else max(start, (start + end - count) // 2)
+
+    def _take(self, at: int, start: int, count: int, parts: list[npt.NDArray[np.int64]]) -> int:
+        """Up to `count` slots of a run from `start` on; returns how many."""
+        first, end = self._starts[at], self._ends[at]
+        taken = min(count, end - start)
         parts.append(np.arange(start, start + taken, dtype=np.int64))
-        self._starts[at] += taken
-        if self._starts[at] == self._ends[at]:
-            del self._starts[at], self._ends[at]
+        left = [(lo, hi) for lo, hi in ((first, start), (start + taken, end)) if lo < hi]
+        self._starts[at : at + 1] = [lo for lo, _ in left]
+        self._ends[at : at + 1] = [hi for _, hi in left]
         return taken
 
     def _insert(self, start: int, end: int) -> None:

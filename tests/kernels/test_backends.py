@@ -50,12 +50,15 @@ def check_over_pool(
     q_lens: Sequence[int],
     k_lens: Sequence[int],
     *,
-    in_runs: bool,
+    gap_at: int | None = None,
 ) -> None:
+    """With `gap_at`, the slots are two runs, the second one from that key on."""
     p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
-    if in_runs:
-        p.k[: len(p.slots)], p.v[: len(p.slots)] = p.k[p.slots], p.v[p.slots]
-        p.slots = torch.arange(len(p.slots), device=device)
+    if gap_at is not None:
+        at = torch.arange(len(p.slots), device=device)
+        at[gap_at:] += 1
+        k, v = p.k[p.slots], p.v[p.slots]
+        p.k[at], p.v[at], p.slots = k, v, at
     host = p.slots.cpu().numpy().astype(np.int64)
     slots = PoolSlots(tuple(host[k0:k1] for _, _, k0, k1 in p.ranges), device)
     spans = Spans(tuple(q_lens), tuple(k_lens), device)
@@ -69,16 +72,16 @@ def check_over_pool(
 
 @pytest.mark.parametrize(("q_lens", "k_lens"), MIXES)
 def test_over_pool(device: torch.device, q_lens: Sequence[int], k_lens: Sequence[int]) -> None:
-    check_over_pool(TritonBackend(0.125), device, q_lens, k_lens, in_runs=False)
+    check_over_pool(TritonBackend(0.125), device, q_lens, k_lens)
 
 
-@pytest.mark.parametrize("in_runs", [False, True])
+@pytest.mark.parametrize("gap_at", [None, 0, 33 + 128, 33 + 200, 33 + 329])
 def test_over_pool_long(
-    device: torch.device, small_cudnn: list[tuple[int, int, bool]], in_runs: bool
+    device: torch.device, small_cudnn: list[tuple[int, int, bool]], gap_at: int | None
 ) -> None:
-    """Pieces by cuDNN, odd queries and keys by Triton."""
+    """Pieces by cuDNN, as views where their slots are a run, odd queries and keys by Triton."""
     backend = TritonBackend(0.125, use_cudnn=True)
-    check_over_pool(backend, device, (70, 100, 3, 65), (33, 330, 40, 64), in_runs=in_runs)
+    check_over_pool(backend, device, (70, 100, 3, 65), (33, 330, 40, 64), gap_at=gap_at)
     of_second = [(rows, keys, False) for keys in (128, 128, 64) for rows in (64, 32)]
     assert small_cudnn == [*of_second, (64, 64, False)]
 
