@@ -16,6 +16,8 @@ Cases
 - ring: prefill of n tokens per instance over all instances, against what two prefills on one
   instance say that linear work and attention take (`ideal_s`).
 - prefill (only when asked for): one long prompt over all instances, once.
+- chunk (only when asked for): a later chunk of a long prompt on two instances, wherever its older
+  tokens are, against half of it on one (`tools/esp_chunk.py`).
 - timeline: one ring prefill under the profiler: how much of the sending is hidden by computing,
   and what both did from one send to the next (`tools/esp_timeline.py` draws it).
 """
@@ -40,10 +42,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine_kit import Decoding, Harness, Setup, commit, fullest_tokens, on_all_ranks
+from esp_chunk import chunk, run_laid_out
 from esp_timeline import draw_text, reduce_trace
 
 from loongd.wire import RunMigrate, RunStep
-from loongd.worker import runner as runner_module
 from loongd.worker.geometry import lay_out
 from loongd.worker.layout import Keep, StepLayout
 from loongd.worker.runner import Runner
@@ -135,12 +137,7 @@ def _run_keeping_stripes(runner: Runner, step: RunStep) -> None:
         )
         return dataclasses.replace(layout, ring=ring, grown=((segment, own),))
 
-    saved = runner_module.lay_out
-    runner_module.lay_out = stripes
-    try:
-        runner.run(step)
-    finally:
-        runner_module.lay_out = saved
+    run_laid_out(runner, step, stripes)
 
 
 def decode(bench: Bench, length: int, batch: int) -> dict[str, Any]:
@@ -208,6 +205,10 @@ def prefill(bench: Bench, tokens: int) -> dict[str, Any]:
     return {"prompt_tokens": tokens, "prefill_s": spent, "peak_bytes_instance_0": peak}
 
 
+def _chunk(bench: Bench, cached: int, new: int) -> dict[str, Any]:
+    return chunk(bench.harness, bench.median, cached, new)
+
+
 def timeline(bench: Bench, per_instance: int) -> dict[str, Any]:
     """One ring prefill under the profiler, as instance 0 sees it."""
     harness, everyone = bench.harness, bench.harness.everyone
@@ -246,6 +247,7 @@ def cases_of(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Case
         "decode": (decode, args.decode),
         "ring": (ring, [(tokens,) for tokens in args.ring]),
         "prefill": (prefill, [(tokens,) for tokens in args.prefill]),
+        "chunk": (_chunk, args.chunk),
         "timeline": (timeline, [(args.timeline_tokens,)]),
     }
     for name in args.cases:
@@ -306,6 +308,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--decode-steps", type=int, default=8)
     parser.add_argument("--ring", type=_numbers, default=[16384, 65536])
     parser.add_argument("--prefill", type=_numbers, default=[1_048_576])
+    parser.add_argument(
+        "--chunk", type=_pairs, default=_pairs("32768x8192,80000x6144,118000x4096,160000x3072")
+    )
     parser.add_argument("--timeline-tokens", type=int, default=16384, help="tokens an instance")
     parser.add_argument("--commit", help="what is measured (default: git's HEAD)")
     parser.add_argument("--out", type=Path)
@@ -317,6 +322,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     together = [
         *(length * batch for length, batch in args.retention if "retention" in args.cases),
         *(tokens for tokens in args.prefill if "prefill" in args.cases),
+        *(new for _, new in args.chunk if "chunk" in args.cases),
     ]
     alone = [
         *(2 * tokens for tokens in args.ring if "ring" in args.cases),

@@ -30,10 +30,16 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a group, and the sliding window of its second layer in tokens (None: none)."""
+    """A step of a group, and how its attention is made.
+
+    `window` is the sliding window of the second layer in tokens, None for none. With
+    `round_tokens`, keys of older tokens travel wherever that evens out the work, in rounds of so
+    many tokens; without, as row sizes tell.
+    """
 
     message: RunStep
     window: int | None
+    round_tokens: int | None
 
 
 Plan = Step | RunMigrate | Free
@@ -50,6 +56,8 @@ class Request:
     segments: list[int] = field(default_factory=list)
     placed: dict[int, dict[int, int]] = field(default_factory=dict)
     """segment -> instance -> tokens"""
+    home: int | None = None
+    """The instance that keeps its tokens where it has room, None for any."""
 
     def on(self, instance: int) -> int:
         """Tokens that the instance holds."""
@@ -106,9 +114,9 @@ class RandomPlans:
         if len(self._live) < MOST_REQUESTS and draw.random() < 0.5:
             short = draw.choice((1, 2, 3, 5, 8, 17))
             prompt = min(draw.choice((short, draw.randint(1, self._longest))), self._longest)
-            self._live.append(
-                Request(self._new_id(), prompt, prompt + draw.randint(1, MOST_DECODED))
-            )
+            home = draw.choice((None, draw.choice(self._instances)))
+            total = prompt + draw.randint(1, MOST_DECODED)
+            self._live.append(Request(self._new_id(), prompt, total, home=home))
 
     def _end(self, request: Request) -> Free:
         self._live.remove(request)
@@ -160,17 +168,20 @@ class RandomPlans:
         batch = [extend for r in chosen for extend in self._extend(r, members)]
         if batch:
             window = draw.choice((None, None, draw.randint(1, self._longest)))
+            rounds = draw.choice((None, draw.randint(1, 8), draw.randint(1, self._longest)))
             message = RunStep(step_id=self._new_id(), epoch=1, members=members, batch=batch)
-            yield Step(message, window)
+            yield Step(message, window, rounds)
 
     def _extend(self, request: Request, members: list[int]) -> Iterator[Extend]:
         """The request's next chunk, or its next token; none when nothing fits."""
         draw, dop = self._random, len(members)
         left = max(request.prompt_tokens - request.done, 1)
-        wanted = draw.choice((left, left, draw.randint(1, left), 1, dop - 1, dop, dop + 1))
+        # one that has a home gets a large second chunk, whose older tokens are all there
+        most = left if request.home is None or request.done else max(left // 2, 1)
+        wanted = draw.choice((most, most, draw.randint(1, left), 1, dop - 1, dop, dop + 1))
         count = min(max(wanted, 1), left)
         master = None if draw.random() < 0.6 else draw.choice(members)
-        keep = self._placement(members if master is None else [master], count)
+        keep = self._placement(members if master is None else [master], count, request.home)
         if not keep:
             return
         holders = request.holders(members)
@@ -194,17 +205,19 @@ class RandomPlans:
         request.segments.append(segment)
         request.done += count
 
-    def _placement(self, allowed: list[int], count: int) -> list[tuple[int, int]]:
-        """Consecutive runs on random instances, as free slots allow; [] when they do not."""
+    def _placement(self, allowed: list[int], count: int, home: int | None) -> list[tuple[int, int]]:
+        """Consecutive runs at home or on random instances, as free slots allow; [] when they do
+        not."""
         draw = self._random
         free = {i: self._free[i] for i in allowed}
         if sum(free.values()) < count:
             return []
         keep: list[tuple[int, int]] = []
         while count:
-            instance = draw.choice([i for i, slots in free.items() if slots])
+            at_home = home is not None and free.get(home, 0) > 0
+            instance = home if at_home else draw.choice([i for i, slots in free.items() if slots])
             most = min(count, free[instance])
-            tokens = draw.choice((most, draw.randint(1, most)))
+            tokens = most if at_home else draw.choice((most, draw.randint(1, most)))
             keep.append((instance, tokens))
             free[instance] -= tokens
             count -= tokens

@@ -5,9 +5,11 @@ wherever they lie, and the merge. One object serves all layers of one step.
 Does not know: how the model makes q, k, v, or why the plan is as it is.
 
 Order per layer: queries leave; own new K/V is stored; ring blocks pass (the next block travels
-while this one is used); own pool; others' queries are answered; answers come back and are merged
-in group order. That fixed order makes the result independent of arrival; exact partial results
-(`kernels.exact_attention`) make it independent of the group too.
+while this one is used); own pool; rounds of older tokens' keys (the next round travels while this
+one is used, the first while the model computes before this layer, or while the ring does); others'
+queries are answered; answers come back and are merged in group order. That fixed order makes the
+result independent of arrival; exact partial results (`kernels.exact_attention`) make it
+independent of the group too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from loongd.kernels.pool import store_kv
 from loongd.worker.comm import Pending, Transport
 from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
-from loongd.worker.layout import Keep, PoolPart, RingStep, Rows, StepLayout
+from loongd.worker.layout import Keep, KeyRound, PoolPart, RingStep, Rows, StepLayout
 
 _Block = tuple[Tensor, Tensor]
 """K and V of one member's stripes: (T, K, H) each."""
@@ -63,11 +65,18 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Queries and keys on their way to this member."""
+    """Queries on their way to this member."""
 
     pending: Pending
     queries: list[Tensor]
-    keys: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A round's keys and values on their way to this member."""
+
+    pending: Pending
+    blocks: list[_Block]
 
 
 class EspAttention:
@@ -100,6 +109,7 @@ class EspAttention:
         self._partials = FloatPartials() if partials is None else partials
         tails = sampled_only and layout.only_ring and bool(layout.ring)
         self._tails_at = len(windows) - 1 if tails else None
+        self._coming: _Coming | None = None
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Attention of this member's new tokens: q_TNH, k_TKH, v_TKH in, out_TNH out.
@@ -111,7 +121,9 @@ class EspAttention:
         if layer == self._tails_at:
             q_TNH = q_TNH[list(layout.sample_rows)]
         state = _State(q_TNH, self._partials)
-        asked = self._ask(layer, q_TNH)
+        if self._coming is None:
+            self._coming = self._send_keys(layer, 0)
+        asked = self._ask(q_TNH)
         if layout.store is not None:
             self._store(layer, layout.store, k_TKH, v_TKH)
         self._ring(layer, q_TNH, k_TKH, v_TKH, state)
@@ -128,7 +140,10 @@ class EspAttention:
         if layout.local is not None:
             q_local = q_TNH[layout.local.q_rows]
             state.add(layout.local.q_rows, *self._over_pool(layer, q_local, layout.local))
+        self._over_rounds(layer, q_TNH, state)
         self._answer(layer, asked, state, q_TNH)
+        if self._transport.lingers and layer + 1 < len(self._windows):
+            self._coming = self._send_keys(layer + 1, 0)
         self._pulse.layers += 1
         return state.result()
 
@@ -211,30 +226,58 @@ class EspAttention:
         k, v = k_SKH[part.slots.packed], v_SKH[part.slots.packed]
         return self._partials.windowed(q, k, v, part.spans, scale=self._scale, window=window)
 
-    def _ask(self, layer: int, q: Tensor) -> _Asked:
-        """Send queries to holders and keys to owners; receive what others send."""
+    def _send_keys(self, layer: int, number: int) -> _Coming | None:
+        """Start a round, if there is one: own keys to owners of queries, others' to this member."""
+        if number >= len(self._layout.rounds):
+            return None
+        part = self._layout.rounds[number]
+        sends = [
+            (owner, block)
+            for owners, slots in part.keys_out
+            for block in self._kv.read_layer(layer, slots)
+            for owner in owners
+        ]
+        blocks = [self._kv.empty_layer_block(count) for _, count, _ in part.keys_in]
+        receives = [
+            (member, block)
+            for (member, _, _), pair in zip(part.keys_in, blocks, strict=True)
+            for block in pair
+        ]
+        return _Coming(self._transport.post(sends, receives), blocks)
+
+    def _over_rounds(self, layer: int, q: Tensor, state: _State) -> None:
+        """Own queries over the keys that leave, and over those that arrive."""
+        for number, part in enumerate(self._layout.rounds):
+            following = self._send_keys(layer, number + 1)
+            if part.local is not None:
+                own = self._over_pool(layer, q[part.local.q_rows], part.local)
+                state.add(part.local.q_rows, *own)
+            self._over_arrived(q, part, state)
+            self._coming = following
+
+    def _over_arrived(self, q: Tensor, part: KeyRound, state: _State) -> None:
+        # a function of its own, since its blocks must be free before those after next are taken
+        assert self._coming is not None
+        self._coming.pending.wait()
+        for (_, _, over), (k, v) in zip(part.keys_in, self._coming.blocks, strict=True):
+            out, lse = self._backend.over_pool(q[over.q_rows], k, v, over.slots, over.spans)
+            state.add(over.q_rows, out, lse)
+
+    def _ask(self, q: Tensor) -> _Asked:
+        """Send queries to holders; receive what others send."""
         layout = self._layout
         sends = [(member, q[rows].contiguous()) for member, rows, _ in layout.queries_out]
-        sends += [(owner, self._kv.read_layer(layer, slots)) for owner, slots in layout.keys_out]
         queries = [q.new_empty((count, *q.shape[1:])) for _, count, _ in layout.queries_in]
-        keys = [self._kv.empty_layer_block(count) for _, count, _ in layout.keys_in]
         receives = [
             (member, buffer)
-            for (member, _, _), buffer in zip(
-                (*layout.queries_in, *layout.keys_in), (*queries, *keys), strict=True
-            )
+            for (member, _, _), buffer in zip(layout.queries_in, queries, strict=True)
         ]
-        return _Asked(self._transport.post(sends, receives), queries, keys)
+        return _Asked(self._transport.post(sends, receives), queries)
 
     def _answer(self, layer: int, asked: _Asked, state: _State, q: Tensor) -> None:
-        """Use the keys that came, answer others' queries, merge their answers in group order."""
+        """Answer others' queries, and merge their answers in group order."""
         layout = self._layout
         asked.pending.wait()
-        for (_, _, part), block in zip(layout.keys_in, asked.keys, strict=True):
-            out, lse = self._backend.over_pool(
-                q[part.q_rows], block[0], block[1], part.slots, part.spans
-            )
-            state.add(part.q_rows, out, lse)
         sends = []
         for (member, _, part), theirs in zip(layout.queries_in, asked.queries, strict=True):
             out, lse = self._over_pool(layer, theirs, part)

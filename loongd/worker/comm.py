@@ -31,10 +31,15 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """One instance's end of the world; `rank` is the instance id."""
+    """One instance's end of the world; `rank` is the instance id.
+
+    `lingers` says whether messages may be on their way while the model computes between two calls
+    of attention, as tensor parallelism must not meet them.
+    """
 
     rank: int
     sent_bytes: int
+    lingers: bool
 
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -72,6 +77,7 @@ class DistTransport:
         """
         self.rank = rank // tensor_parallel_size
         self.sent_bytes = 0
+        self.lingers = tensor_parallel_size == 1
         self.tensor_parallel: DistTensorParallel | None = None
         self._size = tensor_parallel_size
         self._offset = rank % tensor_parallel_size
@@ -185,6 +191,7 @@ class LoopbackTransport:
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         self.rank = rank
         self.sent_bytes = 0
+        self.lingers = True
         self.world = world
         self._unfilled: deque[tuple[int, Tensor]] = deque()
 

@@ -177,17 +177,18 @@ class KvCache:
         layers, _, num_kv_heads, head_dim = self.k_LSKH.shape
         return self.k_LSKH.new_empty((2, layers, num_tokens, num_kv_heads, head_dim))
 
-    def empty_layer_block(self, num_tokens: int) -> Tensor:
-        """Room for `num_tokens` tokens' K and V of one layer: (2, T, K, H)."""
-        _, _, num_kv_heads, head_dim = self.k_LSKH.shape
-        return self.k_LSKH.new_empty((2, num_tokens, num_kv_heads, head_dim))
+    def empty_layer_block(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Room for `num_tokens` tokens' K and V of one layer: (T, K, H) each."""
+        shape = (num_tokens, *self.k_LSKH.shape[2:])
+        return self.k_LSKH.new_empty(shape), self.v_LSKH.new_empty(shape)
 
-    def read_layer(self, layer: int, slots_T: Tensor) -> Tensor:
-        """K and V of one layer at these slots (int64 on the device), copied out: (2, T, K, H)."""
-        block = self.empty_layer_block(len(slots_T))
-        torch.index_select(self.k_LSKH[layer], 0, slots_T, out=block[0])
-        torch.index_select(self.v_LSKH[layer], 0, slots_T, out=block[1])
-        return block
+    def read_layer(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, (T, K, H) each: of a run of slots in place, of others (int64 on
+        the device) copied out."""
+        pool = (self.k_LSKH[layer], self.v_LSKH[layer])
+        if isinstance(slots, slice):
+            return pool[0][slots], pool[1][slots]
+        return pool[0].index_select(0, slots), pool[1].index_select(0, slots)
 
     def read(self, slots: npt.NDArray[np.int64]) -> Tensor:
         """K and V of these slots, copied out: (2, L, T, K, H)."""

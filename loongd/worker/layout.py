@@ -22,12 +22,27 @@ Rows = slice | Tensor
 Ints = npt.NDArray[np.int64]
 
 
+ROUND_TOKENS = 32768
+"""Most older tokens whose keys a member takes in in one round, while it computes over the round
+before: the largest size of keys that cuDNN is planned for (`kernels.cudnn.KEY_SIZES`), for which
+merging is cheapest. Two rounds are in memory: 1 GiB with 16 KiB a token and layer."""
+FLOPS_PER_BYTE = 1775
+"""What a member computes in attention while a byte comes from another: 600 TFLOP/s, as cuDNN does
+on an H200, over the 338 GB/s that NVLink gives it each way. Elsewhere keys may travel too late or
+too early, which costs time alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowBytes:
-    """Bytes that one row costs on the way: a query with its float32 answer, and a token's K, V."""
+    """Bytes that one row costs on the way: a query with its float32 answer, and a token's K, V.
+
+    `pair_flops` are the operations of a query over a key: with 0 bytes alone decide what travels.
+    """
 
     query: int
     key: int
+    pair_flops: int = 0
+    round_tokens: int = ROUND_TOKENS
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> RowBytes:
@@ -36,6 +51,7 @@ class RowBytes:
         return cls(
             query=num_heads * head_dim * element_bytes + answer,
             key=2 * num_kv_heads * head_dim * element_bytes,
+            pair_flops=4 * num_heads * head_dim,
         )
 
 
@@ -75,6 +91,21 @@ class PoolPart:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyRound:
+    """One piece of older tokens of each member that sends keys, as far as it concerns this member.
+
+    While the next round travels, own queries look at `local`, the piece that leaves here, and then
+    at the pieces that arrive, in group order.
+    """
+
+    keys_out: tuple[tuple[tuple[int, ...], Rows], ...]
+    """(members, slots) of own K and V that go to owners of queries."""
+    local: PoolPart | None
+    keys_in: tuple[tuple[int, int, PoolPart], ...]
+    """(member, number of tokens, own queries over them); slots count from the arriving piece."""
+
+
+@dataclass(frozen=True, slots=True)
 class SquarePart:
     """New tokens of requests that one master computes alone, among themselves."""
 
@@ -100,10 +131,8 @@ class StepLayout:
     """(member, rows, number of rows) of own queries that go to a holder."""
     queries_in: tuple[tuple[int, int, PoolPart], ...]
     """(member, number of rows, what they look at here)."""
-    keys_out: tuple[tuple[int, Tensor], ...]
-    """(member, slots) of own K and V that go to an owner of queries."""
-    keys_in: tuple[tuple[int, int, PoolPart], ...]
-    """(member, number of tokens, own queries over them); slots count from the arriving block."""
+    rounds: tuple[KeyRound, ...]
+    """Older tokens whose keys travel, in the order in which they do."""
     sample_rows: tuple[int, ...]
     sampled: tuple[Extend, ...]
     windowed: bool
@@ -113,5 +142,6 @@ class StepLayout:
     @property
     def only_ring(self) -> bool:
         """Whether own queries meet new keys alone, and all of them in the ring."""
-        elsewhere = (self.square, self.local, self.queries_out, self.keys_in)
-        return not self.windowed and not any(elsewhere)
+        elsewhere = (self.square, self.local, self.queries_out)
+        travelled = any(part.local or part.keys_in for part in self.rounds)
+        return not (self.windowed or travelled or any(elsewhere))

@@ -17,6 +17,7 @@ from loongd.model.llama import LINEAR_CHUNK_TOKENS, Llama
 from loongd.model.spec import ModelSpec
 from loongd.wire import Start
 from loongd.worker.kvcache import KvCache
+from loongd.worker.layout import ROUND_TOKENS
 
 _CPU_POOL_TOKENS = 16384
 """Default slots of a CPU instance; pages of the pool are taken only when they are written."""
@@ -61,13 +62,14 @@ class StepBytes:
 
     `most_bytes` were taken by a pass of `tokens`, `token_bytes` by each more. The linear layers
     work in chunks, so from `knee_tokens` on only what attention needs grows with the step; below,
-    all of it does.
+    all of it does. `rounds_bytes` are taken beside by older tokens' keys from other instances.
     """
 
     tokens: int
     most_bytes: int
     token_bytes: float
     knee_tokens: int
+    rounds_bytes: int = 0
 
     @classmethod
     def measure(
@@ -78,15 +80,20 @@ class StepBytes:
             return None
         more = min(max_step_tokens, _PROFILED_TOKENS)
         less = max(more // 2, 1)
-        most, half = (_peak_bytes(model, partials, tokens, device) for tokens in (more, less))
+        (most, key_bytes), (half, _) = (
+            _peak_bytes(model, partials, tokens, device) for tokens in (more, less)
+        )
         slope = (most - half) / max(more - less, 1)
-        return cls(more, most, slope, min(less, LINEAR_CHUNK_TOKENS))
+        # a round that is in use, and the next one
+        rounds_bytes = 2 * ROUND_TOKENS * key_bytes
+        return cls(more, most, slope, min(less, LINEAR_CHUNK_TOKENS), rounds_bytes)
 
-    def of(self, tokens: int) -> int:
-        """Bytes that a step of so many new tokens takes at its peak."""
+    def of(self, tokens: int, *, keys_travel: bool = False) -> int:
+        """Bytes that a step of so many new tokens takes at its peak; with `keys_travel` those of
+        one in which keys may come from or go to other instances."""
         on_line = max(tokens, self.knee_tokens)
         line_bytes = self.most_bytes + self.token_bytes * (on_line - self.tokens)
-        return int(line_bytes * tokens / on_line)
+        return int(line_bytes * tokens / on_line) + keys_travel * self.rounds_bytes
 
 
 def pool_tokens(
@@ -106,7 +113,9 @@ def pool_tokens(
         total = torch.cuda.get_device_properties(device).total_memory
         left = int(total * start.gpu_memory_utilization) - _GPU_RESERVE_BYTES
         left -= torch.cuda.memory_allocated(device)
-        left -= int(_STEP_MARGIN * step_bytes.of(start.max_step_tokens))
+        several = start.world_size > start.tensor_parallel_size
+        most_bytes = step_bytes.of(start.max_step_tokens, keys_travel=several)
+        left -= int(_STEP_MARGIN * most_bytes)
         tokens = left // token_bytes
     if tokens < 1:
         raise WorkerError(
@@ -116,13 +125,19 @@ def pool_tokens(
     return tokens
 
 
-def _peak_bytes(model: Llama, partials: Partials, tokens: int, device: torch.device) -> int:
-    """Most memory that a forward pass takes on top of what is taken."""
+def _peak_bytes(
+    model: Llama, partials: Partials, tokens: int, device: torch.device
+) -> tuple[int, int]:
+    """Most memory that a forward pass takes on top of what is taken; and a token's K and V in one
+    layer."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    key_bytes = 0
 
-    def attention(_: int, q: Tensor, __: Tensor, ___: Tensor) -> Tensor:
+    def attention(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal key_bytes
+        key_bytes = k[0].nbytes + v[0].nbytes
         # Its running result, a part to merge, and about as much again for the ring's two blocks.
         state, part, blocks = (partials.empty(q) for _ in range(3))
         partials.merge_(*state, *part)
@@ -132,7 +147,7 @@ def _peak_bytes(model: Llama, partials: Partials, tokens: int, device: torch.dev
     model.forward(zeros, zeros, zeros + 1, attention)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return peak
+    return peak, key_bytes
 
 
 def _available_bytes() -> int:

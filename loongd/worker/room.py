@@ -46,7 +46,8 @@ class Room:
         shared = len(step.members) > 1 or self._tensor_parallel is not None
         if self._step_bytes is None or not shared or tokens < LEAST_CHECKED_TOKENS:
             return
-        wanted_bytes = self._step_bytes.of(tokens)
+        keys_travel = len(step.members) > 1 and any(e.holders for e in step.batch)
+        wanted_bytes = self._step_bytes.of(tokens, keys_travel=keys_travel)
         fits = self.fits(wanted_bytes)
         if self._tensor_parallel is not None:
             fits = bool(self._tensor_parallel.smallest(int(fits), self._device))

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from cluster_kit import CPU, Cluster
@@ -178,6 +179,29 @@ def test_new_tokens_are_those_of_the_layout(wary: Cluster, count: int) -> None:
             step, member, wary.pools[member], row_bytes=RowBytes.of(6, 2, 16, 4), windowed=False
         )
         assert new_tokens(step, member) == len(layout.tokens)
+
+
+def test_a_step_over_older_tokens_of_several_members_needs_room_for_their_keys(
+    wary: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def fits(_: Room, wanted_bytes: int) -> bool:
+        asked.append(wanted_bytes)
+        return True
+
+    measured = replace(MEASURED, rounds_bytes=1000)
+    for rank in (0, 1):
+        parts = replace(wary.runners[rank].parts, step_bytes=measured)
+        wary.runners[rank] = Runner(parts, rank, Pulse())
+    monkeypatch.setattr(Room, "fits", fits)
+    outcomes(wary, prefill(1, [0, 1], 32))
+    chunk = msgspec.structs.replace(
+        extend(2, 32, keep=[(0, 32)]), cached=[1], holders=[1], start=32
+    )
+    outcomes(wary, RunStep(step_id=2, epoch=1, members=[0, 1], batch=[chunk]))
+    assert asked == [MEASURED.of(16)] * 2 + [MEASURED.of(16) + 1000] * 2
+    assert used(wary) == [32, 32, 0]
 
 
 def test_bytes_of_a_step_lie_on_a_line_and_below_its_knee_go_to_none() -> None:

@@ -5,6 +5,7 @@ The oracle is transformers: a full forward pass over the tokens so far, after ev
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from loongd.wire import Sampling
+from loongd.worker.layout import RowBytes
 
 NUM_INSTANCES = 4
 
@@ -56,7 +58,9 @@ def _groups(draw: st.DrawFn, must: list[int]) -> list[int]:
     return group or [draw(st.integers(0, NUM_INSTANCES - 1))]
 
 
-def _keep(draw: st.DrawFn, group: list[int], count: int) -> list[tuple[int, int]]:
+def _keep(draw: st.DrawFn, group: list[int], count: int, home: int | None) -> list[tuple[int, int]]:
+    if home in group:
+        return [(home, count)]
     cuts = sorted(draw(st.lists(st.integers(0, count), max_size=2)))
     ends = zip([0, *cuts], [*cuts, count], strict=True)
     return [(draw(st.sampled_from(group)), hi - lo) for lo, hi in ends if hi > lo]
@@ -66,13 +70,14 @@ def _live(draw: st.DrawFn, cluster: Cluster, model: torch.nn.Module, length: int
     """One request: its prompt in random chunks, then decode, with migrations in between."""
     prompt = [(37 * i + 11 * length) % 199 for i in range(length)]
     sequence = Sequence("r", prompt)
+    home = draw(st.none() | st.integers(0, NUM_INSTANCES - 1))
     cluster.reset()
     while sequence.done < len(prompt):
         count = draw(st.integers(1, len(prompt) - sequence.done))
         group = draw(_groups(sequence.holders))
         master = draw(st.none() | st.sampled_from(group))
         last = sequence.done + count == len(prompt)
-        work = [(sequence, count, master, _keep(draw, group, count))]
+        work = [(sequence, count, master, _keep(draw, group, count, home))]
         sampled = cluster.extend(group, work, sample=last)
         cluster.check(sequence)
     for _ in range(4):
@@ -97,14 +102,27 @@ def _live(draw: st.DrawFn, cluster: Cluster, model: torch.nn.Module, length: int
 SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
+def _eager(monkeypatch: pytest.MonkeyPatch, llama_dir: Path, round_tokens: int) -> Cluster:
+    """Instances that compute so slowly that keys of older tokens travel wherever it helps."""
+    of = RowBytes.of
+
+    def slow(*sizes: int) -> RowBytes:
+        return replace(of(*sizes), pair_flops=1 << 30, round_tokens=round_tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowBytes, "of", slow)
+        return Cluster(llama_dir, NUM_INSTANCES)
+
+
 @pytest.mark.timeout(300)
-def test_llama_under_any_plan(llama_dir: Path) -> None:
+def test_llama_under_any_plan(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
-    cluster = Cluster(llama_dir, NUM_INSTANCES)
+    clusters = [Cluster(llama_dir, NUM_INSTANCES)]
+    clusters += [_eager(monkeypatch, llama_dir, round_tokens) for round_tokens in (3, 16)]
 
     @settings(max_examples=40, **SLOW)
-    @given(st.data(), st.sampled_from((1, 2, 3, 4, 5, 17, 40)))
-    def live(data: st.DataObject, length: int) -> None:
+    @given(st.data(), st.sampled_from(clusters), st.sampled_from((1, 2, 3, 4, 5, 17, 40)))
+    def live(data: st.DataObject, cluster: Cluster, length: int) -> None:
         _live(data.draw, cluster, model, length)
 
     live()

@@ -197,7 +197,8 @@ def test_a_chunk_over_a_short_prefix_held_elsewhere_passes_keys(llama_dir: Path)
     layout = lay_out(message, 1, pool, row_bytes=row_bytes, windowed=False)
     for segment, count in layout.grown:
         pool.truncate(segment, count)
-    assert [(member, count) for member, count, _ in layout.keys_in] == [(0, 4)]
+    (only,) = layout.rounds
+    assert [(member, count) for member, count, _ in only.keys_in] == [(0, 4)]
     assert not layout.queries_out
     rig.run()
     assert rig.answers["a"] == _greedy(llama_dir, prompt, 1)

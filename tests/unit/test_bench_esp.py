@@ -27,14 +27,15 @@ def test_all_cases_run_on_the_cpu(tmp_path: Path) -> None:
     save_tiny_shape(tmp_path)
     command = [sys.executable, TOOLS / "bench_esp.py", "--shape", tmp_path, "--device", "cpu"]
     command += ["--dtype", "float32", "--pool-tokens", "400", "--repeats", "1"]
-    command += ["--cases", "retention,ring,timeline,decode,prefill", "--retention", "30x2"]
+    command += ["--cases", "retention,ring,timeline,decode,prefill,chunk", "--retention", "30x2"]
     command += ["--ring", "20", "--timeline-tokens", "20", "--decode", "40x3,150x3"]
-    command += ["--decode-steps", "3", "--prefill", "50", "--out", tmp_path / "out.json"]
+    command += ["--decode-steps", "3", "--prefill", "50", "--chunk", "90x20,9x20"]
+    command += ["--out", tmp_path / "out.json"]
     subprocess.run(command, check=True)
     cases = {}
     for case in json.loads((tmp_path / "out.json").read_text())["cases"]:
         cases.setdefault(case["case"], []).append(case)
-    assert list(cases) == ["retention", "ring", "timeline", "decode", "prefill"]
+    assert list(cases) == ["retention", "ring", "timeline", "decode", "prefill", "chunk"]
     layouts = ("one_instance_s", "two_masters_s", "two_holders_s", "one_master_two_holders_s")
     small, large = cases["decode"]
     assert all(small[name] > 0 for name in layouts)
@@ -44,6 +45,12 @@ def test_all_cases_run_on_the_cpu(tmp_path: Path) -> None:
     # K and V of 20 tokens, 2 heads of 8 floats, 1 layer
     assert cases["timeline"][0]["sent_bytes"] >= cases["timeline"][0]["least_bytes"] == 2560
     assert cases["prefill"][0]["prompt_tokens"] == 50
+    # 10 queries of 4 heads are fewer bytes than 90 keys, and 9 keys than 10 queries; and the ring
+    asked, passed = (case["sent_bytes_instance_0"] for case in cases["chunk"])
+    assert asked["one_sided_s"] == asked["passing_queries_s"] == 10 * 128 + 10 * 4 * 9 * 4
+    assert passed["one_sided_s"] == (10 + 9) * 128
+    assert asked["half_alone_s"] == 0 < asked["spread_s"]
+    assert all(case["spread_of_half_alone"] > 0 for case in cases["chunk"])
 
 
 def _fail_or_wait(rank: int, words: str) -> None:
