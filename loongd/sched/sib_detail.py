@@ -9,10 +9,11 @@ at the same time; the slower one counts:
     host = step + item * requests + chunk * chunks + long * long chunks
     device = step + item * requests + many * [requests > 1] + chunk * chunks
              + chunk_token * sum(new of chunks) + cached * sum(cached) + rows(sum(new))
-             + square * sum(new^2) + cross * sum(2 * cached * new)
+             + square * sum(new^2) + sum(2 * cached * (cross * new + few * min(new, few tokens)))
     T = max(host, device)
 A chunk is a request with cached tokens: its queries travel, so it costs more than a fresh prompt
-of its length; and few queries take as long as reading what they attend to, hence `cached`. A long
+of its length; and few queries take as long as reading what they attend to, hence `cached`. The
+first new tokens of a chunk cost more, `few`: libraries attend faster with many queries. A long
 chunk is one whose attention the kernels cut into pieces, each with launches of its own. `rows`
 is what the linear layers take for so many rows: linear between measured points, for products of
 matrices have a best size. Where small steps are padded to a few sizes, the size counts in it.
@@ -98,10 +99,12 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     rows: Table
     host: HostCosts | None = None
     padded_sizes: tuple[int, ...] = ()
+    few_s: float = 0.0
+    few_tokens: int = LONG_NEW_TOKENS
 
     def time_s(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
-        new = square = cross = chunks = chunk_tokens = cached_tokens = 0
+        new = square = cross = few = chunks = chunk_tokens = cached_tokens = 0
         for cached, count in items:
             new += count
             square += count * count
@@ -110,6 +113,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
                 chunk_tokens += count
                 cached_tokens += cached
                 cross += 2 * cached * count
+                few += 2 * cached * min(count, self.few_tokens)
         device_s = (
             self.step_s
             + self.item_s * len(items)
@@ -120,6 +124,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
             + look_up(self.rows, padded(self.padded_sizes, new), self.token_s)
             + self.square_s * square
             + self.cross_s * cross
+            + self.few_s * few
         )
         return device_s if self.host is None else max(device_s, self.host.time_s(items))
 

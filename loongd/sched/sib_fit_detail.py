@@ -56,7 +56,7 @@ _SMOOTHNESS = 0.05
 """How much a change of slope costs, beside the squared relative errors."""
 _USUAL = 16
 """A chunk of a long prefill is more than one of so many parts of what came before it."""
-_FIXED = 8
+_FIXED = 9
 """Columns of `_device_features`."""
 _LAUNCHED = slice(1, 4)
 """Those that count requests and chunks: beside a host, whose launches these costs are, they would
@@ -79,7 +79,7 @@ def fit_measured(
     """
     if padded_sizes:
         trusted = [*points, *launches]
-        detail = _device_detail(trusted, sizes=tuple(padded_sizes))
+        detail = _device_detail(dop, trusted, sizes=tuple(padded_sizes))
     else:
         detail, trusted = _prefill_detail(dop, points, launches)
     usual = [p for p in trusted if all(_USUAL * new >= cached for cached, new in p.items)]
@@ -122,16 +122,16 @@ def _prefill_detail(
     """The better of one formula for all points and of a host beside a device; and the points that
     it rests on."""
     everything = [*points, *launches]
-    alone = _device_detail(everything)
+    alone = _device_detail(dop, everything)
     if len(launches) < _LEAST_LAUNCHES:
         return alone, everything
     host = _host_costs(dop, launches)
     clear = [p for p in points if p.elapsed_s > _CLEAR * host.time_s(p.items)]
     if len(clear) < _FIXED:
         return alone, everything
-    both = _device_detail(clear, host)
+    both = _device_detail(dop, clear, host)
     trusted = [*clear, *launches]
-    if _cost_of(_device_detail(trusted), trusted) < _MUST_SAVE * _cost_of(both, trusted):
+    if _cost_of(_device_detail(dop, trusted), trusted) < _MUST_SAVE * _cost_of(both, trusted):
         return alone, everything
     return both, trusted
 
@@ -162,11 +162,15 @@ def _host_costs(dop: int, launches: Sequence[PrefillPoint]) -> HostCosts:
 
 
 def _device_detail(
-    points: Sequence[PrefillPoint], host: HostCosts | None = None, sizes: tuple[int, ...] = ()
+    dop: int,
+    points: Sequence[PrefillPoint],
+    host: HostCosts | None = None,
+    sizes: tuple[int, ...] = (),
 ) -> PrefillDetail:
-    work = _Work.of(points, hosted=host is not None, sizes=sizes)
+    few_tokens = LONG_NEW_TOKENS * dop
+    work = _Work.of(points, hosted=host is not None, sizes=sizes, few_tokens=few_tokens)
     detail = _detail(work.fit(), host, work.knots)
-    return msgspec.structs.replace(detail, padded_sizes=sizes)
+    return msgspec.structs.replace(detail, padded_sizes=sizes, few_tokens=few_tokens)
 
 
 def _cost_of(detail: PrefillDetail, points: Sequence[PrefillPoint]) -> float:
@@ -191,16 +195,25 @@ class _Work:
     knots: Floats
 
     @classmethod
-    def of(cls, points: Sequence[PrefillPoint], *, hosted: bool, sizes: tuple[int, ...]) -> _Work:
+    def of(
+        cls,
+        points: Sequence[PrefillPoint],
+        *,
+        hosted: bool,
+        sizes: tuple[int, ...],
+        few_tokens: int,
+    ) -> _Work:
         """`hosted` leaves what a request and a chunk cost beside their tokens to a host; new tokens
-        are padded to `sizes`."""
+        are padded to `sizes`, and the first `few_tokens` of a chunk cost more."""
         times = _times_of(points)
         totals = [padded(sizes, sum(n for _, n in point.items)) for point in points]
         new = np.array(totals, dtype=np.float64)
         knots = _knots(new, sizes)
         widths = np.diff(knots)
         parts = np.clip(new[:, None] - knots[None, :-1], 0.0, widths[None, :])
-        fixed = np.array([_device_features(point) for point in points], dtype=np.float64)
+        fixed = np.array(
+            [_device_features(point, few_tokens) for point in points], dtype=np.float64
+        )
         if hosted:
             fixed[:, _LAUNCHED] = 0.0
         order = np.argsort(new, kind="stable")
@@ -216,8 +229,9 @@ class _Work:
         return nnls(a, np.concatenate([np.ones(len(self.times)), np.zeros(len(self.smooth))]))
 
 
-def _device_features(point: PrefillPoint) -> tuple[float, ...]:
-    """1, requests, several, chunks, their new and their cached tokens, squares, crosses."""
+def _device_features(point: PrefillPoint, few_tokens: int) -> tuple[float, ...]:
+    """1, requests, several, chunks, their new and their cached tokens, squares, crosses, and
+    those of the first new tokens."""
     items = point.items
     chunks = [(cached, new) for cached, new in items if cached]
     return (
@@ -229,11 +243,13 @@ def _device_features(point: PrefillPoint) -> tuple[float, ...]:
         float(sum(cached for cached, _ in chunks)),
         float(sum(new * new for _, new in items)),
         float(sum(2 * cached * new for cached, new in items)),
+        float(sum(2 * cached * min(new, few_tokens) for cached, new in items)),
     )
 
 
 def _detail(x: Floats, host: HostCosts | None, knots: Floats) -> PrefillDetail:
-    step, item, many, chunk, chunk_token, cached, square, cross = map(readable, x[:_FIXED].tolist())
+    fixed = map(readable, x[:_FIXED].tolist())
+    step, item, many, chunk, chunk_token, cached, square, cross, few = fixed
     seconds = np.concatenate([[0.0], np.cumsum(x[_FIXED:] * np.diff(knots))])
     late = len(knots) // 2
     rise = (seconds[-1] - seconds[late]) / (knots[-1] - knots[late])
@@ -250,6 +266,7 @@ def _detail(x: Floats, host: HostCosts | None, knots: Floats) -> PrefillDetail:
         square_s=square,
         cross_s=cross,
         token_s=readable(rise),
+        few_s=few,
         rows=rows,
         host=host,
     )
