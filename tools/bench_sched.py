@@ -14,13 +14,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
+import shlex
+import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
 
+from loongd.sched.batching_loops import COMPILED
 from loongd.sched.events import (
     Action,
     Arrived,
@@ -187,7 +192,19 @@ def main() -> int:
             f"{result['max_ms']:7.3f} ms, p99 of CPU {result['p99_cpu_ms']:.3f}; "
             f"{result['num_running_at_end']:,} running  (budget {case.budget_ms:g} ms: {verdict})"
         )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     document = {
+        "command": shlex.join(["tools/bench_sched.py", *sys.argv[1:]]),
+        "commit": commit.stdout.strip(),
+        "cores": os.cpu_count(),
+        "load_per_core": round(os.getloadavg()[0] / (os.cpu_count() or 1), 2),
+        "compiled": COMPILED,
         "policy": args.policy,
         "python": platform.python_version(),
         "machine": platform.machine(),

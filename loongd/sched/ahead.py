@@ -29,7 +29,7 @@ def can_follow(state: State) -> list[Step]:
     if not state.limits.queue_ahead or len(state.waiting):
         return []
     # A running request in no step is one that a step or a slot is wanted for.
-    if any(request.step_id is None for request in state.running.values()):
+    if not state.all_in_steps:
         return []
     return [step for step in state.steps.values() if _is_certain(state, step)]
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from loongd.sched.components import Component
 from loongd.sched.draft import Draft
 from loongd.sched.policy import StartMigrate, View
-from loongd.sched.request import Phase, Request
+from loongd.sched.request import Request
 from loongd.sched.sib import Sib
 from loongd.sched.words import plural
 
@@ -50,10 +51,11 @@ class Allocate:
         self._draft = draft
         self._sib = sib
         self._instances = view.instances
-        prefilling = [r for r in view.running.values() if r.phase is Phase.PREFILL]
-        self.unfinished = [r for r in prefilling if r.left_tokens]
+        # What is found of an instance holds for the round.
+        self._interruptions: dict[int, float] = {}
+        self.unfinished = tuple(view.tally.unfinished.values())
         self.pinned = {i for r in self.unfinished for i in r.holders}
-        self._is_quiet = not prefilling and next(iter(view.waiting), None) is None
+        self._is_quiet = not view.tally.prefilling and next(iter(view.waiting), None) is None
 
     # ---- what an instance is good for ----------------------------------------------------------
 
@@ -71,6 +73,16 @@ class Allocate:
         if self.forced or instance not in self._draft.component_of:
             return True
         return self._instances[instance].decode_debt_s <= 0.0
+
+    def paid_s(self, instance: int) -> float:
+        """Before when decode will not have had its time there; minus infinity when it has, and
+        infinity when it does not run."""
+        if self.is_paid(instance):
+            return -inf
+        view = self._instances[instance]
+        if view.step is None or not view.step.is_decode:
+            return inf
+        return view.step.started_s + view.decode_debt_s
 
     def empty(self) -> list[int]:
         """Open instances that nobody decodes on and no unfinished prefill needs; most room first.
@@ -105,7 +117,11 @@ class Allocate:
 
     def interruption(self, instance: int) -> float:
         """Cost of a second's prefill there, by the paper's formula."""
-        return sum(1.0 / max(1, r.num_generated) for r in self.batch(instance))
+        found = self._interruptions.get(instance)
+        if found is None:
+            found = sum(1.0 / (r.num_generated or 1) for r in self.batch(instance))
+            self._interruptions[instance] = found
+        return found
 
     # ---- growing a group -----------------------------------------------------------------------
 
@@ -153,13 +169,17 @@ class Allocate:
         return Move(StartMigrate(source, target, tuple(moved), reason), (source, target))
 
     def stays(self, instance: int, request: Request, dop: int) -> bool:
-        """Its decoding requests, more tokens of them too, would not be moved for `request`."""
-        targets = self._draft.free.keys() - self.pinned - {instance}
-        if instance in self.pinned or not targets:
+        """Its decoding requests would not be moved for `request`, now or while all decoding ones
+        only grow: then the move costs more and needs more room, and no target has more."""
+        if instance in self.pinned:
             return True
-        moved = (r for r in self.batch(instance) if instance in r.holders)
-        cost_s = self._sib.migrate_s(sum(self._view.tokens_on(r, instance) for r in moved))
-        return not self._pays(self._gain_s(request, dop), cost_s)
+        moved = [r for r in self.batch(instance) if instance in r.holders]
+        num_tokens = sum(self._view.tokens_on(r, instance) for r in moved)
+        if not self._pays(self._gain_s(request, dop), self._sib.migrate_s(num_tokens)):
+            return True
+        # When their step has ended, each reserves one slot less.
+        needed = num_tokens + sum(r.growth_tokens - 1 for r in moved if r.master == instance)
+        return not any(self._can_take(i, instance, needed) for i in self._draft.component_of)
 
     def _gain_s(self, request: Request, dop: int) -> float:
         """What one more instance than `dop` saves a prefill."""
@@ -230,6 +250,7 @@ class Allocate:
         draft = self._draft
         if target == source or target in self.pinned or target in draft.held:
             return False
-        batch = {r.request_id for i in (target, source) for r in self.batch(i)}
-        fits = len(batch) <= self._sib.compute_bound_batch
+        ours, theirs = self.batch(source), self.batch(target)
+        num_requests = len(ours) if ours is theirs else len(ours) + len(theirs)
+        fits = num_requests <= self._sib.compute_bound_batch
         return fits and draft.room(target) >= num_tokens

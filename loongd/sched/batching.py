@@ -7,8 +7,9 @@ and the best plan is the smallest f[n][k]. The search is complete: no split is p
 capacities the monotone splits of the paper are not always best.
 Does not know: who the requests are, where their KV goes.
 
-O(n^2 m^2) in numpy; with numba (the `fast` extra) the same sums run in a compiled loop. Both take
-the first of equal plans in the order of (j, l), so they agree to the last bit.
+O(n^2 m^2) in numpy, one pass for each instance; with numba (the `fast` extra) the same sums run in
+a compiled loop. Both take the first of equal plans in the order of (j, l), so they agree to the
+last bit.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loongd.sched.batching_loops import COMPILED, fill_loops
+from loongd.sched.batching_loops import COMPILED, fill_loops, fill_plain
 from loongd.sched.sib import Coefficients
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+# Requests x instances up to which loops in Python are faster than numpy.
+SMALL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,10 @@ class Plan:
 def best_plan(problem: Problem, *, compiled: bool = COMPILED) -> Plan | None:
     """The plan with the least sum of input latencies; None when no split has room."""
     num_requests = len(problem.lengths)
-    fill = fill_loops if compiled else fill_arrays
+    if sum(problem.needs) > sum(problem.slots):
+        return None  # no run has more slots than its instances
+    is_small = num_requests * len(problem.slots) <= SMALL
+    fill = fill_loops if compiled else fill_plain if is_small else fill_arrays
     best, from_request, from_instance = fill(*sums(problem))
     end = int(np.argmin(best[num_requests]))
     latency = float(best[num_requests, end])
@@ -116,30 +123,39 @@ def fill_arrays(
     share_tokens: int,
     max_batched_tokens: int,
 ) -> tuple[Floats, Ints, Ints]:
-    """f, and for each cell the (j, l) it comes from; see `sums`."""
+    """f, and for each cell the (j, l) it comes from; see `sums`.
+
+    One pass for each k: all f[j][l] with l < k are known then, so all i are found at once. Where
+    f is infinite the other two mean nothing.
+    """
     n, m = len(tokens) - 1, len(slots) - 1
-    best = np.full((n + 1, m + 1), np.inf)
+    # Transposed: [k, i].
+    best = np.full((m + 1, n + 1), np.inf)
     best[0, 0] = 0.0
-    from_request = np.zeros((n + 1, m + 1), dtype=np.int64)
-    from_instance = np.zeros((n + 1, m + 1), dtype=np.int64)
-    # All (l, k) with l < k, by k and then l: those of one k are neighbours.
-    ends, starts = np.tril_indices(m + 1, -1)
-    room = slots[ends] - slots[starts]
-    widths = ends - starts
-    for i in range(1, n + 1):
-        times = _latencies(i, tokens, squares, inverse, costs, share_tokens, max_batched_tokens)
-        found = best[:i, starts] + times[:, widths - 1]
-        found[(needs[i] - needs[:i])[:, None] > room[None, :]] = np.inf
-        for k in range(1, m + 1):
-            block = found[:, k * (k - 1) // 2 : k * (k + 1) // 2]
-            at = int(np.argmin(block))
-            best[i, k] = block.flat[at]
-            from_request[i, k], from_instance[i, k] = divmod(at, k)
-    return best, from_request, from_instance
+    from_request = np.zeros((m + 1, n + 1), dtype=np.int64)
+    from_instance = np.zeros((m + 1, n + 1), dtype=np.int64)
+    widest = min(m, (int(tokens[n]) - 1) // share_tokens + 1)
+    times = _latencies(tokens, squares, inverse, costs[:widest], share_tokens, max_batched_tokens)
+    gaps = needs[1:, None] - needs[:-1]
+    rows = np.arange(n)
+    for k in range(1, m + 1):
+        first = max(0, k - widest)
+        # [l - first, i - 1, j]; wide groups start at low l.
+        found = best[first:k, None, :n] + times[k - first - 1 :: -1]
+        rooms = slots[k] - slots[first:k]
+        narrow = int(np.count_nonzero(rooms >= needs[n]))
+        if narrow < k - first:
+            np.putmask(found[narrow:], gaps > rooms[narrow:, None, None], np.inf)
+        # Of equal cells the first in the order of (j, l).
+        of_request = found.min(axis=0)
+        j = of_request.argmin(axis=1)
+        best[k, 1:] = of_request[rows, j]
+        from_request[k, 1:] = j
+        from_instance[k, 1:] = first + found[:, rows, j].argmin(axis=0)
+    return best.T, from_request.T, from_instance.T
 
 
 def _latencies(
-    i: int,
     tokens: Ints,
     squares: Ints,
     inverse: Floats,
@@ -147,14 +163,19 @@ def _latencies(
     share_tokens: int,
     max_batched_tokens: int,
 ) -> Floats:
-    """T(j, i, w) as a matrix [j, w - 1]; infinite where w is too wide or the batch too large."""
-    count = i - np.arange(i)
-    new = tokens[i] - tokens[:i]
-    square = squares[i] - squares[:i]
-    alpha, item, beta, gamma, floor = (costs[:, c][None, :] for c in range(5))
-    times = alpha + item * count[:, None] + beta * new[:, None] + gamma * square[:, None]
-    found: Floats = np.maximum(floor, times) * (inverse[i] - inverse[:i])[:, None]
-    narrower = np.arange(costs.shape[0])
-    found[narrower[None, :] * share_tokens >= new[:, None]] = np.inf
-    found[(count > 1) & (new > max_batched_tokens), :] = np.inf
+    """T(j, i, w) as [w - 1, i - 1, j]; infinite where w is too wide or the batch too large, and
+    where j is not below i."""
+    requests = np.arange(len(tokens) - 1)
+    count = requests[:, None] + 1 - requests
+    new = tokens[1:, None] - tokens[:-1]
+    square = squares[1:, None] - squares[:-1]
+    alpha, item, beta, gamma, floor = (costs[:, c][:, None, None] for c in range(5))
+    found: Floats = alpha + item * count
+    found += beta * new
+    found += gamma * square
+    np.maximum(floor, found, out=found)
+    found *= inverse[1:, None] - inverse[:-1]
+    new[(count < 1) | ((count > 1) & (new > max_batched_tokens))] = 0
+    narrower = np.arange(len(costs))[:, None, None]
+    np.putmask(found, narrower * share_tokens >= new, np.inf)
     return found

@@ -6,7 +6,7 @@ be starved by their other requests: nothing steps on either until both are free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loongd.sched.instance import InstanceView
@@ -21,21 +21,26 @@ class Component:
     requests: tuple[Request, ...]
 
 
-def find_components(
-    running: Iterable[Request], instances: Mapping[int, InstanceView]
-) -> list[Component]:
-    """Components of all decoding requests, busy or not, by lowest instance.
+def links_of(request: Request, instances: Mapping[int, InstanceView]) -> tuple[int, ...] | None:
+    """The instances that a decoding request joins into one group; None when it does not decode.
 
     A request that waits for a slot on a busy instance links that one too, except while a prefill
     runs there: its companions need not stand still for so long.
     """
-    by_links: dict[tuple[int, ...], list[Request]] = {}
-    for request in running:
-        if request.phase is Phase.DECODE:
-            links = request.holders
-            if request.wanted is not None and not _prefills(instances[request.wanted]):
-                links = (*links, request.wanted)
-            by_links.setdefault(links, []).append(request)
+    if request.phase is not Phase.DECODE:
+        return None
+    if request.wanted is not None and not _prefills(instances[request.wanted]):
+        return (*request.holders, request.wanted)
+    return request.holders
+
+
+def connect(by_links: Mapping[tuple[int, ...], Mapping[str, Request]]) -> tuple[Component, ...]:
+    """Components of requests that are given by their links, by lowest instance.
+
+    The requests of each links are in the order in which they began to run; so are those of a
+    component, links by links.
+    """
+    linked = sorted(by_links.items(), key=lambda item: next(iter(item[1].values())).run_order)
     root = {i: i for links in by_links for i in links}
     for links in by_links:
         for instance in links[1:]:
@@ -45,9 +50,9 @@ def find_components(
     for instance in sorted(root):
         members.setdefault(_find(root, instance), []).append(instance)
     requests: dict[int, list[Request]] = {low: [] for low in members}
-    for links, linked in by_links.items():
-        requests[_find(root, links[0])].extend(linked)
-    return [Component(tuple(members[low]), tuple(requests[low])) for low in sorted(members)]
+    for links, of_links in linked:
+        requests[_find(root, links[0])].extend(of_links.values())
+    return tuple(Component(tuple(members[low]), tuple(requests[low])) for low in sorted(members))
 
 
 def _prefills(view: InstanceView) -> bool:

@@ -17,6 +17,7 @@ A prompt is short when one instance computes it within the bound and one has roo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from loongd.sched.admission import never_fits
 from loongd.sched.chunks import longest_short
@@ -41,6 +42,7 @@ class Dispatch:
 
     Attributes:
         blocked: the first request of the queue that the pool has no room for.
+        is_short_of_room: no instance has room for the longest prompt that is quick enough.
     """
 
     def __init__(self, view: View, draft: Draft, sib: Sib) -> None:
@@ -56,6 +58,7 @@ class Dispatch:
         largest = longest_short(self._costs, self._bound_s)
         most_room = max((draft.room(i) for i in draft.free), default=0)
         self._short_tokens = min(largest, most_room, view.limits.max_step_tokens)
+        self.is_short_of_room = self._short_tokens == most_room
 
     # ---- admission -----------------------------------------------------------------------------
 
@@ -66,32 +69,43 @@ class Dispatch:
         its room; each other is a candidate when it fits beside those before it that count, and
         `fit_now` is asked again when it starts.
         """
-        draft, limits = self._draft, self._view.limits
-        committed, num_running = draft.committed, draft.num_running
-        slack = 0
+        limits, shorts, longs = self._view.limits, self.shorts, self.longs
+        total_slots, known_slots = self._draft.total_slots, self._draft.known_slots
+        committed, num_running = self._draft.committed, self._draft.num_running
+        slack = num_behind = 0
         head: Request | None = None
-        num_behind = 0
-        for depth, request in enumerate(self._view.waiting):
-            if depth == MAX_DEPTH or num_running >= limits.max_num_seqs:
+        if num_running >= limits.max_num_seqs:
+            return
+        fitting = (
+            request
+            for request in islice(self._view.waiting, MAX_DEPTH)
+            if (request.committed_tokens <= total_slots and request.limit_tokens <= known_slots)
+            or self._can_fit(request)
+        )
+        for request in fitting:
+            need = request.committed_tokens
+            if head is None:
+                head = request
+            elif head.num_passed + num_behind >= limits.max_passes:
                 return
-            if not self._can_fit(request):
+            is_short = request.num_tokens <= self._short_tokens
+            kind, most = (shorts, MAX_SHORTS) if is_short else (longs, MAX_LONGS)
+            if committed + need > total_slots:
+                if self.blocked is None:
+                    self.blocked = request
+                    slack = total_slots - need - self._younger(request)
                 continue
-            head = head or request
-            if head.num_passed + num_behind >= limits.max_passes and request is not head:
-                return
-            if self.blocked is None and committed + request.committed_tokens > draft.total_slots:
-                self.blocked = request
-                slack = draft.total_slots - request.committed_tokens - self._younger(request)
-            elif (
-                self._passes(request, committed, slack)
-                and self._add(request)
-                and request in (*self.shorts[-1:], *self.longs[:1])
-            ):
+            may_pass = self.blocked is None or (is_short and need <= slack)
+            if not may_pass or len(kind) == most:
+                continue
+            kind.append(request)
+            if is_short or len(longs) == 1:
                 num_behind += request is not head
-                committed += request.committed_tokens
-                slack -= request.committed_tokens
+                committed += need
+                slack -= need
                 num_running += 1
-            if len(self.shorts) == MAX_SHORTS and len(self.longs) == MAX_LONGS:
+            is_enough = len(shorts) == MAX_SHORTS and len(longs) == MAX_LONGS
+            if is_enough or num_running >= limits.max_num_seqs:
                 return
 
     def _can_fit(self, request: Request) -> bool:
@@ -114,21 +128,6 @@ class Dispatch:
         running = self._view.running.values()
         return sum(r.committed_tokens for r in running if r.order > head.order)
 
-    def _passes(self, request: Request, committed: int, slack: int) -> bool:
-        if self.blocked is None:
-            return True
-        need = request.committed_tokens
-        fits = committed + need <= self._draft.total_slots and need <= slack
-        return fits and request.num_tokens <= self._short_tokens
-
-    def _add(self, request: Request) -> bool:
-        short = request.num_tokens <= self._short_tokens
-        kind, most = (self.shorts, MAX_SHORTS) if short else (self.longs, MAX_LONGS)
-        if len(kind) < most:
-            kind.append(request)
-            return True
-        return False
-
     # ---- order ---------------------------------------------------------------------------------
 
     def waited_s(self, request: Request) -> float:
@@ -137,15 +136,40 @@ class Dispatch:
 
     def is_urgent(self, request: Request) -> bool:
         """A waiting long prompt has been passed for long enough."""
-        time_s = self._costs.time_s([(0, request.num_tokens)])
+        return self._is_urgent(request, self._costs.alone_s(0, request.num_tokens))
+
+    def urgent_s(self, request: Request) -> float:
+        """When a waiting long prompt becomes urgent."""
+        time_s = self._costs.alone_s(0, request.num_tokens)
+        return request.arrived_s + URGENT_WAITS * max(self._bound_s, time_s)
+
+    def _is_urgent(self, request: Request, time_s: float) -> bool:
         return self.waited_s(request) >= URGENT_WAITS * max(self._bound_s, time_s)
 
     def rank(self, request: Request) -> tuple[int, float, int]:
         """Sorts long prompts: urgent ones by age, others by predicted time x length."""
-        if request.kv_tokens == 0 and self.is_urgent(request):
+        cached, left = request.kv_tokens, request.left_tokens
+        time_s = self._costs.alone_s(cached, left)
+        # Before its first chunk, all of it is left.
+        if cached == 0 and self._is_urgent(request, time_s):
             return (0, 0.0, request.order)
-        time_s = self._costs.time_s([(request.kv_tokens, request.left_tokens)])
-        return (1, time_s * request.left_tokens, request.order)
+        return (1, time_s * left, request.order)
+
+    def best_long(self) -> Request | None:
+        """The waiting long prompt of least rank."""
+        alone_s, least_s = self._costs.alone_s, URGENT_WAITS * self._bound_s
+        now, best, found = self._view.now, (2, 0.0, 0), None
+        for request in self.longs:
+            num_tokens = request.num_tokens
+            time_s = alone_s(0, num_tokens)
+            waited_s = now - request.arrived_s
+            if waited_s >= least_s and self._is_urgent(request, time_s):
+                rank = (0, 0.0, request.order)
+            else:
+                rank = (1, time_s * num_tokens, request.order)
+            if rank < best:
+                best, found = rank, request
+        return found
 
     # ---- batches of short prompts --------------------------------------------------------------
 
@@ -167,11 +191,12 @@ class Dispatch:
         left_tokens = self._view.limits.max_num_batched_tokens * len(instances)
         taken: list[Request] = []
         for request in requests:
-            if request.num_tokens > min(room, most):
+            num_tokens = request.num_tokens
+            if num_tokens > min(room, most):
                 continue
-            left_s -= costs.time_s([(0, request.num_tokens)]) - costs.alpha_s
-            left_tokens -= request.num_tokens
-            room -= request.num_tokens
+            left_s -= costs.alone_s(0, num_tokens) - costs.alpha_s
+            left_tokens -= num_tokens
+            room -= num_tokens
             if taken and (left_s < 0 or left_tokens < 0):
                 break
             taken.append(request)

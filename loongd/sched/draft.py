@@ -5,9 +5,9 @@ A policy may not change its view; it counts in a draft instead.
 
 from __future__ import annotations
 
-from loongd.sched.components import Component, find_components
+from loongd.sched.components import Component
 from loongd.sched.policy import Hold, Placed, View
-from loongd.sched.request import Phase, Request
+from loongd.sched.request import Request
 
 
 class Draft:
@@ -19,6 +19,7 @@ class Draft:
         idle: instances that can start a step.
         total_slots: of all alive instances; `known_slots` adds lost ones that may come back.
         committed: slots that running and admitted requests may need, as admission counts.
+        components, component_of: decode groups before this round, as in `Tally`.
         hold: instances that the head of the queue waits for.
         started: ids of requests whose prefill, or a chunk of it, starts in this round.
         held: instances on which only decode steps that are owed may start.
@@ -26,33 +27,19 @@ class Draft:
 
     def __init__(self, view: View) -> None:
         self.view = view
+        tally = view.tally
         self.free = dict(view.free)
-        self.idle = {i for i in self.free if view.instances[i].idle}
+        self.idle = {i for i in self.free if view.instances[i].step is None}
         self.total_slots = sum(view.instances[i].slots for i in self.free)
         self.known_slots = sum(instance.slots for instance in view.instances.values())
         self.num_running = len(view.running)
-        self.committed = view.num_ending_tokens
-        self.reserved = dict.fromkeys(self.free, 0)
-        self._count_running()
-        self.components = find_components(view.running.values(), view.instances)
-        self.component_of = {i: c for c in self.components for i in c.instances}
+        self.committed = view.num_ending_tokens + tally.committed
+        self.reserved = {i: tally.reserved.get(i, 0) for i in self.free}
+        self.components = tally.components
+        self.component_of = tally.component_of
         self.hold: Hold | None = None
         self.held: set[int] = set()
         self.started: set[str] = set()
-
-    def _count_running(self) -> None:
-        """Sums of the properties of `Request`, written out: with thousands of requests this is
-        most of a decision's time."""
-        committed, reserved = 0, self.reserved
-        for request in self.view.running.values():
-            num_tokens = request.prompt_tokens + request.num_generated
-            growth = request.prompt_tokens + request.reserve_tokens - num_tokens
-            committed += num_tokens + (growth if growth > 0 else 1)
-            if request.master is not None:
-                reserved[request.master] += growth if growth > 0 else 0
-                if request.phase is not Phase.DECODE:
-                    reserved[request.master] += num_tokens - request.kv_tokens
-        self.committed += committed
 
     def room(self, instance: int) -> int:
         """Free slots that nobody counts on; negative when too many do."""

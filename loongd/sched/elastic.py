@@ -44,7 +44,7 @@ class ElasticPrefill:
         self._dispatch = dispatch
         self._allocate = allocate
         self._bound_s = view.limits.max_prefill_wait_s
-        self._first = min(dispatch.longs, key=dispatch.rank, default=None)
+        self._first = dispatch.best_long()
         self._unfinished = sorted(allocate.unfinished, key=dispatch.rank)
 
     # ---- a prompt that waits -------------------------------------------------------------------
@@ -133,14 +133,11 @@ class ElasticPrefill:
             return
         self._move_away(self._unfinished[0], self._next_dop())
 
-    def is_settled(self) -> bool:
-        """Nothing would be done for an unfinished prefill until one of their steps ends."""
+    def stays(self, instance: int) -> bool:
+        """The decoding requests there would not be moved for the best unfinished prefill."""
         if not self._unfinished:
             return True
-        if any(request.between_chunks for request in self._unfinished):
-            return False
-        best, dop = self._unfinished[0], self._next_dop()
-        return all(self._allocate.stays(i, best, dop) for i in self._draft.component_of)
+        return self._allocate.stays(instance, self._unfinished[0], self._next_dop())
 
     def _next_dop(self) -> int:
         """Instances that the best unfinished prefill has, or may have for its next chunk."""

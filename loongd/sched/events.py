@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 
 # ---- events -----------------------------------------------------------------------------------
@@ -116,16 +118,17 @@ class Migrate:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Hand this token to the client; the last token of a request may be a stop token."""
+class Emit(msgspec.Struct, frozen=True, gc=False):
+    """Hand this token to the client; the last token of a request may be a stop token.
+
+    A struct and not a dataclass: made for every token, and that takes a fifth of the time.
+    """
 
     request_id: str
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True, gc=False):
     """The request ended well: `finish_reason` is stop, length or cancelled."""
 
     request_id: str
@@ -142,8 +145,7 @@ class Fail:
     status: int
 
 
-@dataclass(frozen=True, slots=True)
-class FreeSegments:
+class FreeSegments(msgspec.Struct, frozen=True, gc=False):
     """These segments are dead on every instance of `instances`."""
 
     segments: tuple[int, ...]

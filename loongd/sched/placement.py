@@ -25,6 +25,9 @@ def place(
         free: free slots of each member; they must hold the prompt together.
         reserved: of these, slots that requests already there count on.
     """
+    if len(members) == 1:
+        assert free[members[0]] >= num_tokens, f"{num_tokens} tokens do not fit {dict(free)}"
+        return ((members[0], num_tokens),)
     room = {i: max(0, free[i] - reserved[i]) for i in members}
     for wanted in (num_tokens + growth_tokens, num_tokens):
         if sum(room.values()) >= wanted:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class PrefillItem:
+
+class PrefillItem(msgspec.Struct, frozen=True, gc=False):
     """New prompt tokens of one request, dealt over the group in stripes.
 
     `keep` is the placement: consecutive runs `(instance, tokens)` in position order that sum to
@@ -30,12 +31,12 @@ class PrefillItem:
     samples: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeItem:
+class DecodeItem(msgspec.Struct, frozen=True, gc=False):
     """The newest token of one request: `master` computes it and keeps its KV in `segment`.
 
     How many tokens each holder has is not told, as in a `PrefillItem`: one query is always fewer
-    bytes than the keys, and thousands of items are planned each second.
+    bytes than the keys, and thousands of items are planned each second (hence a struct, which is
+    made in a fifth of a dataclass's time).
     """
 
     request_id: str

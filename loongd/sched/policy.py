@@ -7,12 +7,16 @@ Does not know: segments, step ids, actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
+
+import msgspec
 
 from loongd.sched.instance import InstanceView
 from loongd.sched.request import Request
+from loongd.sched.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class View:
     Args:
         free: free slots of each alive instance, ascending by instance.
         running: requests in prefill or decode.
+        tally: what these count for.
         waiting: the queue, first come first.
         num_ending_tokens: slots of cancelled requests whose step still runs.
         hold: what the policy held when it was last asked.
@@ -62,6 +67,7 @@ class View:
     instances: Mapping[int, InstanceView]
     free: Mapping[int, int]
     running: Mapping[str, Request]
+    tally: Tally
     waiting: Iterable[Request]
     num_ending_tokens: int = 0
     hold: Hold | None = None
@@ -70,8 +76,7 @@ class View:
     tokens_on: Callable[[Request, int], int] = lambda _request, _instance: 0
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """A request in a prefill: `keep` as in `PrefillItem`; `master` is to keep what it decodes.
 
     `keep` may hold fewer tokens than the request has left: then the step is a chunk of its
@@ -152,20 +157,33 @@ class Decisions:
     migrations: tuple[StartMigrate, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How often, and until when, a decode step is certain to be followed by one just like it."""
+
+    num_steps: int
+    until_s: float
+
+
+NOT_SETTLED = Settled(0, -inf)
+ALWAYS_SETTLED = Settled(1 << 62, inf)
+
+
 class Policy(Protocol):
     """Chooses what starts. Must be deterministic, and must start something if nothing runs while
     a request can be served (else the scheduler would stand still).
 
     `steady_requests`: a decode group of one instance and at most so many requests, with room,
-    steps on unchanged while nothing waits and `is_settled` holds.
+    steps on unchanged while nothing waits and nothing is half done.
     """
 
     @property
     def steady_requests(self) -> int: ...
 
-    def is_settled(self, view: View) -> bool:
-        """All requests are in steps, none waits: whether nothing but more decode steps would
-        start before a prefill's step ends."""
+    def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
+        """Of decode groups of these instances, each alone in its group and in a step: how long
+        nothing else than their next step starts when one ends, if nobody arrives, no prefill or
+        migration ends, and no request ends."""
 
     def decide(self, view: View) -> Decisions:
         """Everything that is to start now; at most one step for each instance."""

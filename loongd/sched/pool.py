@@ -6,6 +6,8 @@ Invariant: used + free == total on each instance, and used is the sum over the s
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
+
 
 class SlotPool:
     """Slots of all alive instances and the segments that lie in them."""
@@ -31,11 +33,30 @@ class SlotPool:
 
         Raises AssertionError when it has fewer free slots.
         """
-        free = self.free_slots(instance)
-        assert 0 < num_slots <= free, f"{num_slots} slots of instance {instance}, {free} free"
-        counts = self._segments.setdefault(segment, {})
+        used = self._used[instance] + num_slots
+        assert num_slots > 0, num_slots
+        assert used <= self._total[instance], f"{num_slots} more slots of instance {instance}"
+        counts = self._segments.get(segment)
+        if counts is None:
+            counts = self._segments[segment] = {}
         counts[instance] = counts.get(instance, 0) + num_slots
-        self._used[instance] += num_slots
+        self._used[instance] = used
+
+    def extend(self, charges: Iterable[tuple[int, int]]) -> None:
+        """Charge one slot of each (segment, instance).
+
+        Raises AssertionError when an instance has not so many free slots.
+        """
+        segments, used = self._segments, self._used
+        for segment, instance in charges:
+            counts = segments.get(segment)
+            if counts is None:
+                segments[segment] = {instance: 1}
+            else:
+                counts[instance] = counts.get(instance, 0) + 1
+            used[instance] += 1
+        full = [i for i, count in used.items() if count > self._total[i]]
+        assert not full, f"more slots are used than there are on {full}"
 
     def free_segment(self, segment: int) -> tuple[int, ...]:
         """Free all slots of a segment; the instances that held any, ascending."""
@@ -62,6 +83,10 @@ class SlotPool:
     def counts(self, segment: int) -> dict[int, int]:
         """Slots of a segment by instance (a copy)."""
         return dict(self._segments[segment])
+
+    def holders(self, segment: int) -> Set[int]:
+        """Instances with any slot of a segment (a live view)."""
+        return self._segments[segment].keys()
 
     def tokens_on(self, segment: int, instance: int) -> int:
         """Slots of a segment on one instance."""

@@ -76,6 +76,8 @@ def find_keepers(
 
 def choose_master(draft: Draft, keep: Sequence[tuple[int, int]]) -> int:
     """The keeper with most room left."""
+    if len(keep) == 1:
+        return keep[0][0]
     kept = dict(keep)
     return min(kept, key=lambda i: (kept[i] - draft.room(i), i))
 

@@ -50,6 +50,13 @@ class Request:
         wanted: a busy instance whose free slot the next token waits for.
         step_id: the step that it takes part in now.
         last_step_id: the step that it was put into last; 0 before the first.
+        run_order: grows from one request that begins to run to the next; 0 before.
+        limit_tokens: the most tokens that the request may ever have.
+        num_tokens: prompt and generated tokens: what a (new) prefill must compute.
+        committed_tokens: slots that admission counts for it: its reserved growth, or one more
+            than it has.
+        growth_tokens: slots of its reservation that it has yet to use, once all of `num_tokens`
+            is kept.
         broken: why a part of its KV is gone while a migration of another part still runs.
         num_losses: running steps that it lost because an instance died.
         num_passed: requests behind it that started while it was the head of the queue.
@@ -67,7 +74,7 @@ class Request:
     needs_history: bool = False
     phase: Phase = Phase.WAITING
     num_generated: int = 0
-    segments: list[int] = field(default_factory=list)
+    segments: tuple[int, ...] = ()
     open_segment: int | None = None
     kv_tokens: int = 0
     num_migrating: int = 0
@@ -76,6 +83,7 @@ class Request:
     wanted: int | None = None
     step_id: int | None = None
     last_step_id: int = 0
+    run_order: int = 0
     broken: str = ""
     num_losses: int = 0
     num_preemptions: int = 0
@@ -83,11 +91,29 @@ class Request:
     arrived_s: float = 0.0
     first_token_s: float | None = None
     migrated_s: float = -inf
+    # These follow from the lengths above; `generate` keeps them right, for they are read far more
+    # often than a token is generated.
+    limit_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    committed_tokens: int = field(init=False)
+    growth_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and generated tokens: what a (new) prefill must compute."""
-        return self.prompt_tokens + self.num_generated
+    def __post_init__(self) -> None:
+        reserved = self.prompt_tokens + self.reserve_tokens
+        self.limit_tokens = self.prompt_tokens + self.max_tokens
+        self.num_tokens = self.prompt_tokens + self.num_generated
+        self.committed_tokens = max(reserved, self.num_tokens + 1)
+        self.growth_tokens = max(0, reserved - self.num_tokens)
+
+    def generate(self, num_tokens: int) -> None:
+        """So many more tokens have been drawn."""
+        self.num_generated += num_tokens
+        self.num_tokens += num_tokens
+        if num_tokens < self.growth_tokens:
+            self.growth_tokens -= num_tokens
+        else:
+            self.growth_tokens = 0
+            self.committed_tokens = self.num_tokens + 1
 
     @property
     def left_tokens(self) -> int:
@@ -99,25 +125,14 @@ class Request:
         """A part of its prefill is done and the rest may start."""
         return self.phase is Phase.PREFILL and self.step_id is None
 
-    @property
-    def limit_tokens(self) -> int:
-        """The most tokens that the request may ever have."""
-        return self.prompt_tokens + self.max_tokens
-
-    @property
-    def committed_tokens(self) -> int:
-        """Slots that admission counts for it: its reserved growth, or one more than it has."""
-        return max(self.prompt_tokens + self.reserve_tokens, self.num_tokens + 1)
-
-    @property
-    def growth_tokens(self) -> int:
-        """Slots of its reservation that it has yet to use, once all of `num_tokens` is kept."""
-        return max(0, self.prompt_tokens + self.reserve_tokens - self.num_tokens)
-
     def move(self, phase: Phase) -> None:
         """Enter `phase`. Raises AssertionError when that is not legal from the present one."""
         assert phase in LEGAL[self.phase], f"{self.request_id}: {self.phase} -> {phase}"
         self.phase = phase
+
+    def is_last(self, token: int) -> bool:
+        """Whether `token`, when it is drawn next, may be the last one."""
+        return token in self.stop_token_ids or self.num_generated + 1 >= self.max_tokens
 
     def stops_at(self, token: int) -> str | None:
         """The finish reason if the newest generated token, `token`, is the last one."""
@@ -125,9 +140,9 @@ class Request:
             return "stop"
         return "length" if self.num_generated >= self.max_tokens else None
 
-    def forget_kv(self) -> list[int]:
+    def forget_kv(self) -> tuple[int, ...]:
         """Drop all KV; the ids of the segments to free."""
-        segments, self.segments = self.segments, []
+        segments, self.segments = self.segments, ()
         self.open_segment = self.master = self.wanted = self.step_id = None
         self.holders = ()
         self.kv_tokens = self.num_migrating = 0

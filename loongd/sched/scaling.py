@@ -8,6 +8,7 @@ loses the least work gives its slots back.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from loongd.sched.components import Component
 from loongd.sched.draft import Draft
@@ -20,6 +21,7 @@ from loongd.sched.words import name_instances, plural
 SPREAD_THRESHOLD = 128
 # An instance joins as one more master if the step then takes less than this share.
 LEAST_GAIN = 0.9
+_LONGEST_WAITING = attrgetter("last_step_id", "order")
 
 
 @dataclass(slots=True)
@@ -55,25 +57,26 @@ class Scaling:
         self._sib = sib
         self._held = draft.held | (set(draft.hold.instances) if draft.hold else set())
         self._starved = starved
+        self._started: set[int] = set()
 
     def run(self) -> list[StartDecode]:
         """All decode steps that start now, longest waiting first."""
         steps: list[StartDecode] = []
+        # Idle instances only become fewer, so that who may not step now may not later.
         components = sorted(
-            self._draft.components,
+            filter(self._may_step, self._draft.components),
             key=lambda c: (min(r.last_step_id for r in c.requests), c.instances),
         )
-        decoding: set[int] = {i for i in self._draft.free if self._draft.runs_decode(i)}
         for component in components:
             if self._may_step(component):
-                group = self._assign(component, decoding)
+                group = self._assign(component)
                 if group.items:
                     step = self._finish(group, component)
                     steps.append(step)
-                    decoding.update(step.members)
+                    self._started.update(step.members)
                     self._draft.idle -= set(step.members)
         # A decode step that runs will soon free slots, or leave more requests to choose from.
-        if self._starved is not None and not decoding:
+        if self._starved is not None and not self._decoding():
             self._choose_victim(self._starved)
         return steps
 
@@ -82,18 +85,28 @@ class Scaling:
             return False
         return self._held.isdisjoint(component.instances) or self._draft.owes_decode(component)
 
-    def _assign(self, component: Component, decoding: set[int]) -> _Group:
+    def _decoding(self) -> set[int]:
+        """Instances that run a decode step, those of steps that start now included."""
+        return self._started.union(filter(self._draft.runs_decode, self._draft.free))
+
+    def _assign(self, component: Component) -> _Group:
         """Give each request a master with a free slot; those without one are left out."""
-        batch = sorted(component.requests, key=lambda r: (r.last_step_id, r.order))
+        batch = sorted(component.requests, key=_LONGEST_WAITING)
         batch = batch[: self._view.limits.max_num_seqs]
         free = self._draft.free
         group = _Group(list(component.instances), None)
         self._spread(group, batch)
+        if len(group.instances) == 1 and free[group.instances[0]] >= len(batch):
+            (only,) = group.instances
+            free[only] -= len(batch)
+            group.load[only] = len(batch)
+            group.items = [(request, only) for request in batch]
+            return group
         for request in batch:
             master = self._choose_master(request, group)
             if master is None:
                 group.num_left_out += 1
-                self._wait_for_slot(request, decoding)
+                self._wait_for_slot(request)
                 continue
             free[master] -= 1
             group.load[master] = group.load.get(master, 0) + 1
@@ -143,11 +156,13 @@ class Scaling:
     def _choose_master(self, request: Request, group: _Group) -> int | None:
         """Its last master, another holder, another member, or (scale-up) one more instance."""
         free, last = self._draft.free, request.master
+        if last is not None and last in group.instances and free[last] > 0:
+            is_open = group.quota is None or group.load.get(last, 0) < group.quota
+            if is_open:
+                return last
         open_to = [i for i in group.instances if free[i] > 0]
         if not open_to:
             return self._scale_up(group)
-        if last in open_to and (group.quota is None or group.load.get(last, 0) < group.quota):
-            return last
         if group.quota is not None:
             return min(open_to, key=lambda i: (group.load.get(i, 0), i))
         own = [i for i in open_to if i in request.holders]
@@ -166,7 +181,7 @@ class Scaling:
         group.joined.append(best)
         return best
 
-    def _wait_for_slot(self, request: Request, decoding: set[int]) -> None:
+    def _wait_for_slot(self, request: Request) -> None:
         """Remember a busy instance with a free slot, or that the pool is full."""
         draft = self._draft
         if request.wanted is not None and draft.free.get(request.wanted, 0) > 0:
@@ -174,6 +189,7 @@ class Scaling:
             return
         busy = [i for i in draft.free if draft.free[i] > 0]
         if busy:
+            decoding = self._decoding()
             best = min(busy, key=lambda i: (i not in decoding, -draft.free[i], i))
             self.wanted.append((request, best))
             return

@@ -6,6 +6,10 @@ policy), the clock, workers, token ids of prompts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+
+from loongd.sched.accounts import account
 from loongd.sched.admission import refuse
 from loongd.sched.ahead import can_follow
 from loongd.sched.events import (
@@ -25,7 +29,7 @@ from loongd.sched.events import (
     Tick,
 )
 from loongd.sched.instance import InstanceView, Step
-from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
+from loongd.sched.plan import DecodePlan, MigratePlan, PrefillItem, PrefillPlan
 from loongd.sched.policy import Decisions, Limits, Policy, Preempt
 from loongd.sched.predict import Prediction, predict
 from loongd.sched.request import Phase, Request
@@ -162,76 +166,75 @@ class Scheduler:
         step = self._state.end_step(event.step_id, event.now)
         if step is None:
             return
-        self._account(step, event.elapsed_s)
+        views = [self._state.instances[i] for i in step.members]
+        account(step, event.elapsed_s, views, self._sib)
         match step.plan:
-            case PrefillPlan(items=prefills):
-                counts = [(item.num_tokens, item.samples) for item in prefills]
+            case PrefillPlan(items=items):
+                self._on_prefilled(step, items, event)
             case DecodePlan():
-                counts = [(1, True)] * len(step.requests)
+                self._on_decoded(step, event)
             case MigratePlan():
-                counts = [(0, False)] * len(step.requests)
-                self._on_migrated(step.plan, step.requests)
-        tokens = dict(event.tokens)
-        for request, (num_tokens, samples) in zip(step.requests, counts, strict=True):
+                self._on_migrated(step, step.plan, event)
+
+    def _on_prefilled(self, step: Step, items: Sequence[PrefillItem], event: StepDone) -> None:
+        tokens, state = dict(event.tokens), self._state
+        state.stories.steps_done(step.requests, [i.num_tokens for i in items], event.elapsed_s)
+        for request, item in zip(step.requests, items, strict=True):
             if request.phase is Phase.ENDED:
                 self._release(request)
                 continue
-            self._state.stories.step_done(
-                request.request_id, num_tokens=num_tokens, elapsed_s=event.elapsed_s
-            )
-            self._state.totals.num_prefill_tokens += num_tokens if step.is_prefill else 0
+            state.totals.num_prefill_tokens += item.num_tokens
+            if item.samples:
+                self._on_drawn(request, tokens.get(request.request_id), event.now)
+
+    def _on_decoded(self, step: Step, event: StepDone) -> None:
+        """`_on_drawn` for each, written out for those that go on: it is nearly all of them."""
+        state, emit, num_tokens = self._state, self._actions.append, 0
+        state.stories.steps_done(step.requests, repeat(1), event.elapsed_s)
+        state.tally.grew(step.members)
+        tokens = dict(event.tokens)
+        for request in step.requests:
             token = tokens.get(request.request_id)
-            if request.broken:
-                self._on_kv_lost(request, request.broken, event.now)
-            if not samples:
-                continue
-            if token is None:
-                why = "no logit is finite and allowed by its parameters"
-                message = f"no token can be drawn for {request.request_id}: {why}"
-                self._fail(request, message, code="step_failed", status=500, now=event.now)
+            if request.phase is Phase.ENDED:
+                self._release(request)
+            elif token is None or request.is_last(token):
+                self._on_drawn(request, token, event.now)
             else:
-                self._on_token(request, token, event.now)
+                request.generate(1)
+                num_tokens += 1
+                emit(Emit(request.request_id, token))
+        state.totals.num_generated_tokens += num_tokens
 
-    def _account(self, step: Step, elapsed_s: float) -> None:
-        """Who has had how much time, and what the SIB can learn from it."""
-        views = [self._state.instances[i] for i in step.members]
-        match step.plan:
-            case PrefillPlan(items=prefills):
-                for view in views:
-                    view.decode_debt_s = max(view.decode_debt_s, elapsed_s)
-                if self._sib is not None:
-                    lengths = [(item.start, item.num_tokens) for item in prefills]
-                    self._sib.observe_prefill(step.plan.dop, lengths, elapsed_s)
-            case DecodePlan(items=decodes):
-                for view in views:
-                    view.decode_debt_s = max(0.0, view.decode_debt_s - elapsed_s)
-                if self._sib is not None:
-                    self._sib.observe_decode(
-                        dop=step.plan.dop,
-                        num_masters=len(step.plan.masters),
-                        batch=len(decodes),
-                        kv_tokens=sum(item.position + 1 for item in decodes),
-                        elapsed_s=elapsed_s,
-                    )
-
-    def _on_migrated(self, plan: MigratePlan, requests: tuple[Request, ...]) -> None:
+    def _on_migrated(self, step: Step, plan: MigratePlan, event: StepDone) -> None:
         """The source has given up what the target now holds."""
-        pool = self._state.pool
+        pool, tally = self._state.pool, self._state.tally
         for segment, num_slots in plan.moves:
             pool.release(segment, plan.source, num_slots)
-        for request in requests:
+        self._state.stories.steps_done(step.requests, repeat(0), event.elapsed_s)
+        for request in step.requests:
             request.num_migrating = 0
-            holders = {i for segment in request.segments for i in pool.counts(segment)}
+            holders = {i for segment in request.segments for i in pool.holders(segment)}
             request.holders = tuple(sorted(holders))
             if request.master == plan.source:
                 request.master = plan.target
+            tally.touch(request)
+            if request.phase is Phase.ENDED:
+                self._release(request)
+            elif request.broken:
+                self._on_kv_lost(request, request.broken, event.now)
 
-    def _on_token(self, request: Request, token: int, now: float) -> None:
+    def _on_drawn(self, request: Request, token: int | None, now: float) -> None:
+        if token is None:
+            why = "no logit is finite and allowed by its parameters"
+            message = f"no token can be drawn for {request.request_id}: {why}"
+            self._fail(request, message, code="step_failed", status=500, now=now)
+            return
         if request.phase is Phase.PREFILL:
             request.move(Phase.DECODE)
+            self._state.tally.touch(request)
         if request.first_token_s is None:
             request.first_token_s = now
-        request.num_generated += 1
+        request.generate(1)
         self._state.totals.num_generated_tokens += 1
         self._actions.append(Emit(request.request_id, token))
         finish_reason = request.stops_at(token)
@@ -286,6 +289,7 @@ class Scheduler:
                     self._break(request, event.instance, why)
             elif request.wanted == event.instance:
                 request.wanted = None
+                state.tally.touch(request)
         state.pool.remove_instance(event.instance)
 
     def _break(self, request: Request, instance: int, why: str) -> None:
@@ -295,6 +299,7 @@ class Scheduler:
         request.holders = tuple(i for i in request.holders if i != instance)
         request.master = None if request.master == instance else request.master
         request.broken = why
+        self._state.tally.touch(request)
 
     def _on_kv_lost(self, request: Request, why: str, now: float) -> None:
         if request.num_losses >= MAX_LOSSES:
@@ -328,6 +333,7 @@ class Scheduler:
         state = self._state
         if state.waiting.remove(request.request_id) is None:
             state.running.pop(request.request_id, None)
+            state.tally.touch(request)
         request.move(Phase.ENDED)
         state.stories.end(request.request_id, entry)
         if request.step_id is not None:
@@ -346,6 +352,7 @@ class Scheduler:
         self._free(request, entry.text)
         request.move(Phase.WAITING)
         del self._state.running[request.request_id]
+        self._state.tally.touch(request)
         self._state.waiting.requeue(request)
         self._state.stories.add(request.request_id, entry)
 
@@ -358,9 +365,7 @@ class Scheduler:
         if alive:
             what = plural(len(segments), "segment")
             self._actions.append(
-                FreeSegments(
-                    tuple(segments), alive, f"free {what} of {request.request_id}: {reason}"
-                )
+                FreeSegments(segments, alive, f"free {what} of {request.request_id}: {reason}")
             )
 
     # -- plans
@@ -379,6 +384,7 @@ class Scheduler:
         self._state.hold = decisions.hold
         for request, instance in decisions.wanted:
             request.wanted = instance
+            self._state.tally.touch(request)
         for give_up in decisions.give_ups:
             code = "context_length_exceeded"
             self._fail(give_up.request, give_up.message, code=code, status=400, now=now)

@@ -108,6 +108,21 @@ class Sib:
         raw = self._raw_decode_s(dop, num_masters, batch, kv_tokens)
         return raw * self._factor("decode", dop)
 
+    def decode_run_s(self, batch: int, kv_tokens: int, num_steps: int) -> list[float]:
+        """`decode_s` of so many steps in a row on one instance, to the last bit; the first reads
+        `kv_tokens`, each later one `batch` more."""
+        lengths = range(kv_tokens, kv_tokens + batch * num_steps, batch)
+        found = self._decode.get((1, 1), [])
+        if len(found) != 1 or found[0][1].grid is not None:
+            return [self.decode_s(dop=1, num_masters=1, batch=batch, kv_tokens=n) for n in lengths]
+        ((share, fit),) = found
+        formula, factor = fit.coefficients, self._factor("decode", 1)
+        extra_s, kv_token_s = formula.extra_s(batch), formula.kv_token_s
+        floor_s, alpha_s = formula.floor_s, formula.alpha_s
+        return [
+            share * max(floor_s, alpha_s + (extra_s + kv_token_s * n)) * factor for n in lengths
+        ]
+
     def migrate_s(self, tokens: int) -> float:
         """Seconds to move the KV of `tokens` from one instance to another."""
         migrate = self._profile.migrate
@@ -168,6 +183,9 @@ class Sib:
         if batch < num_masters:  # the other masters have nothing to do
             return self._raw_decode_s(dop, max(batch, 1), max(batch, 1), kv_tokens)
         busiest, kv = ceil(batch / num_masters), kv_tokens / dop
+        if len(found) == 1:
+            ((share, fit),) = found
+            return share * fit.time_s(busiest=busiest, kv_tokens=kv)
         return sum(share * fit.time_s(busiest=busiest, kv_tokens=kv) for share, fit in found)
 
 

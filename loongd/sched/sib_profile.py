@@ -58,6 +58,12 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
             + self.gamma_s * square,
         )
 
+    def alone_s(self, cached: int, new: int) -> float:
+        """`time_s` of a single request, to the last bit; thousands are asked for each second."""
+        square = new * (new + 2 * cached)
+        time_s = self.alpha_s + self.item_s + self.beta_s * new + self.gamma_s * square
+        return max(self.floor_s, time_s)
+
     def scaled(self, factor: float) -> Coefficients:
         """All times multiplied by `factor`."""
         return Coefficients(

@@ -6,6 +6,8 @@ can never be taken for a newer one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from loongd.sched.events import Migrate, RunDecode, RunPrefill
 from loongd.sched.instance import Step
 from loongd.sched.plan import DecodeItem, DecodePlan, MigratePlan, PrefillItem, PrefillPlan
@@ -23,6 +25,7 @@ class Starter:
         self._state = state
         self._num_steps = 0
         self._num_segments = 0
+        self._num_begun = 0
 
     def prefill(self, start: StartPrefill, now: float) -> RunPrefill:
         """Charge each prompt where it is kept, and put its members to work."""
@@ -63,6 +66,7 @@ class Starter:
                     moves.append((segment, num_slots))
             request.holders = tuple(sorted({*request.holders, start.target}))
             request.step_id, request.wanted, request.migrated_s = step_id, None, now
+            state.tally.touch(request)
             entry = StoryEntry(now, "migrated", start.reason, group=(source, start.target))
             state.stories.add(request.request_id, entry)
         plan = MigratePlan(step_id, source, start.target, tuple(moves))
@@ -75,20 +79,23 @@ class Starter:
         """Charge one slot on each request's master, and put the members to work."""
         state = self._state
         step_id = self.next_step()
-        for request, _ in start.items:
-            for instance in request.holders:
+        requests = tuple([request for request, _ in start.items])
+        for holders in {request.holders for request in requests}:
+            for instance in holders:
                 state.instances[instance].owes_decode = False
-        items = tuple(self._extend(request, master, step_id) for request, master in start.items)
-        plan = DecodePlan(step_id, start.members, items)
-        for request, _ in start.items:
+        plan = DecodePlan(step_id, start.members, self._extend(start.items, step_id))
+        for request in requests:
             request.step_id = step_id
-        self._begin(Step(plan, tuple(request for request, _ in start.items), now))
+        self._begin(Step(plan, requests, now))
         state.totals.num_decode_steps += 1
         state.totals.num_scale_ups += len(start.joined) > 0
-        masters = plan.masters
-        for item in items:
-            entry = StoryEntry(now, "decode", start.reason, group=start.members, masters=masters)
-            state.stories.begin_decode(item.request_id, entry)
+        state.stories.begin_decode(
+            requests,
+            at_s=now,
+            reason=start.reason,
+            group=start.members,
+            masters=plan.masters,
+        )
         return RunDecode(plan, start.reason)
 
     def follow(self, step: Step, now: float) -> RunDecode:
@@ -97,10 +104,8 @@ class Starter:
         assert isinstance(before, DecodePlan), before
         assert step.follow is None, step
         step_id = self.next_step()
-        items = tuple(
-            self._extend(request, item.master, step_id)
-            for request, item in zip(step.requests, before.items, strict=True)
-        )
+        masters = [item.master for item in before.items]
+        items = self._extend(zip(step.requests, masters, strict=True), step_id)
         plan = DecodePlan(step_id, before.members, items, follows=before.step_id)
         step.follow = Step(plan, step.requests, now, num_before=step.num_before + 1)
         self._state.totals.num_decode_steps += 1
@@ -131,7 +136,7 @@ class Starter:
         request, num_tokens = placed.request, placed.num_tokens
         if request.phase is Phase.WAITING:
             self._leave_queue(request)
-        assert set(request.holders) <= set(members), request
+        assert all(i in members for i in request.holders), request
         assert 0 < num_tokens <= request.left_tokens, request
         segment = self._next_segment()
         item = PrefillItem(
@@ -140,44 +145,57 @@ class Starter:
             num_tokens=num_tokens,
             segment=segment,
             keep=placed.keep,
-            cached=tuple(request.segments),
+            cached=request.segments,
             holders=request.holders,
             holder_tokens=self._held(request),
             samples=placed.is_last,
         )
         for instance, count in placed.keep:
             self._state.pool.allocate(segment, instance, count)
-        request.segments.append(segment)
+        request.segments = (*request.segments, segment)
         request.kv_tokens += num_tokens
         request.holders = tuple(sorted({*request.holders, *(i for i, _ in placed.keep)}))
         request.master = placed.master
         request.step_id = request.last_step_id = step_id
+        self._state.tally.touch(request)
         return item
 
     def _held(self, request: Request) -> tuple[int, ...]:
         """Tokens of the request on each of its holders."""
+        if not request.holders:
+            return ()
         tokens_on = self._state.pool.tokens_on
         return tuple(sum(tokens_on(s, i) for s in request.segments) for i in request.holders)
 
     def _leave_queue(self, request: Request) -> None:
         self._state.waiting.remove(request.request_id)
         self._state.running[request.request_id] = request
+        self._num_begun += 1
+        request.run_order = self._num_begun
         request.move(Phase.PREFILL)
         head = next(iter(self._state.waiting), None)
         if head is not None and head.order < request.order:
             head.num_passed += 1
 
-    def _extend(self, request: Request, master: int, step_id: int) -> DecodeItem:
-        cached, holders = tuple(request.segments), request.holders
-        position = request.kv_tokens
-        segment = request.open_segment
-        if segment is None:
-            segment = request.open_segment = self._next_segment()
-            request.segments.append(segment)
-        self._state.pool.allocate(segment, master, 1)
-        request.kv_tokens += 1
-        if master not in holders:
-            request.holders = tuple(sorted((*holders, master)))
-        request.master, request.wanted = master, None
-        request.last_step_id = step_id
-        return DecodeItem(request.request_id, position, master, segment, cached, holders)
+    def _extend(self, pairs: Iterable[tuple[Request, int]], step_id: int) -> tuple[DecodeItem, ...]:
+        """One more token of each request, kept by its master."""
+        tally, items, segments = self._state.tally, [], []
+        for request, master in pairs:
+            cached, holders = request.segments, request.holders
+            segment = request.open_segment
+            if segment is None:
+                segment = request.open_segment = self._next_segment()
+                request.segments = (*cached, segment)
+            segments.append((segment, master))
+            position = request.kv_tokens
+            request.kv_tokens = position + 1
+            is_known = master == request.master and master in holders
+            if not is_known or request.wanted is not None:
+                if master not in holders:
+                    request.holders = tuple(sorted((*holders, master)))
+                request.master, request.wanted = master, None
+                tally.touch(request)
+            request.last_step_id = step_id
+            items.append(DecodeItem(request.request_id, position, master, segment, cached, holders))
+        self._state.pool.extend(segments)
+        return tuple(items)

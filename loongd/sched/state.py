@@ -14,6 +14,7 @@ from loongd.sched.policy import Hold, Limits, View
 from loongd.sched.pool import SlotPool
 from loongd.sched.request import Phase, Request
 from loongd.sched.story import StoryBook
+from loongd.sched.tally import Tally
 from loongd.sched.waiting import WaitingQueue
 
 
@@ -43,7 +44,8 @@ class State:
     """Changed by `sched.scheduler` and, where steps start, `sched.starting`.
 
     Attributes:
-        running: requests in prefill or decode.
+        running: requests in prefill or decode, in the order in which they began to run.
+        tally: what these count for; told of every change to one of them.
         ending: ended requests whose step, or its follow-up, still runs: their slots are used.
         steps: steps in flight by id; a queued one is in the step that it follows.
         hold: what the policy holds for the head of the queue.
@@ -56,6 +58,7 @@ class State:
         self.pool = SlotPool()
         self.waiting = WaitingQueue()
         self.running: dict[str, Request] = {}
+        self.tally = Tally()
         self.ending: dict[str, Request] = {}
         self.steps: dict[int, Step] = {}
         self.hold: Hold | None = None
@@ -71,22 +74,36 @@ class State:
         """A request that waits or runs; None when unknown or ended."""
         return self.running.get(request_id) or self.waiting.get(request_id)
 
+    @property
+    def all_in_steps(self) -> bool:
+        """Every running request takes part in a step; ending ones always do."""
+        in_steps = sum(len(step.requests) for step in self.steps.values())
+        return in_steps == len(self.running) + len(self.ending)
+
     def view(self, now: float) -> View:
         """What a policy may see."""
         pool = self.pool
         totals = self.totals
+        self.tally.settle(self.instances)
         return View(
             limits=self.limits,
             instances=self.instances,
             free=pool.free_by_instance(),
             running=self.running,
+            tally=self.tally,
             waiting=self.waiting,
             num_ending_tokens=sum(r.kv_tokens + r.num_migrating for r in self.ending.values()),
             hold=self.hold,
             now=now,
             avg_decode_s=totals.decode_s / totals.num_decoded if totals.num_decoded else None,
-            tokens_on=lambda request, i: sum(pool.tokens_on(s, i) for s in request.segments),
+            tokens_on=self._tokens_on,
         )
+
+    def _tokens_on(self, request: Request, instance: int) -> int:
+        """Slots of a running request on one instance."""
+        if request.holders == (instance,):
+            return request.kv_tokens + request.num_migrating
+        return sum(self.pool.tokens_on(segment, instance) for segment in request.segments)
 
     def end_step(self, step_id: int, now: float) -> Step | None:
         """Free the members of a step, or let them go on with the one queued behind it.
@@ -112,6 +129,7 @@ class State:
         alive = sum(instance.slots for instance in self.instances.values() if instance.alive)
         assert self.pool.total == alive, f"pool has {self.pool.total} slots, instances {alive}"
         self._check_requests()
+        self.tally.check(self.running, self.instances)
         self._check_segments()
         self._check_steps()
         if not self.running and not self.ending:
@@ -124,10 +142,16 @@ class State:
         assert self.stories.live == waiting.keys() | self.running.keys(), "stories differ"
         for request in waiting.values():
             assert request.phase is Phase.WAITING, f"{request.request_id} waits: {request.phase}"
-            assert (request.segments, request.kv_tokens) == ([], 0), request
+            assert (request.segments, request.kv_tokens) == ((), 0), request
+        run_orders = [r.run_order for r in self.running.values()]
+        assert run_orders == sorted(set(run_orders)), "running requests are out of order"
         for request in self.running.values():
             assert request.phase in (Phase.PREFILL, Phase.DECODE), request
             assert request.left_tokens >= 0, request
+            reach = request.prompt_tokens + request.reserve_tokens
+            assert request.num_tokens == request.prompt_tokens + request.num_generated, request
+            assert request.committed_tokens == max(reach, request.num_tokens + 1), request
+            assert request.growth_tokens == max(0, reach - request.num_tokens), request
             assert not request.between_chunks or request.left_tokens, request
             if request.phase is Phase.DECODE and not request.broken:
                 assert request.kv_tokens == request.num_tokens - 1 + self._grown(request), request

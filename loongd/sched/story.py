@@ -6,19 +6,23 @@ Does not know: how a story is shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass
+from types import MappingProxyType
 
-from loongd.sched.request import Request
+import msgspec
+
+from loongd.sched.request import Phase, Request
 
 MAX_ENDED_STORIES = 1000
 # A story longer than this loses its oldest entries after the first few.
 MAX_ENTRIES = 256
 NUM_FIRST_ENTRIES = 8
+NOTHING_KEPT: Mapping[int, int] = MappingProxyType({})
 
 
-@dataclass(slots=True)
-class StoryEntry:
+class StoryEntry(msgspec.Struct):
     """One event, or a run of chunks or decode steps with the same group and masters.
 
     Args:
@@ -38,7 +42,7 @@ class StoryEntry:
     text: str
     group: tuple[int, ...] = ()
     masters: tuple[int, ...] = ()
-    kept: Mapping[int, int] = field(default_factory=dict)
+    kept: Mapping[int, int] = msgspec.field(default_factory=lambda: NOTHING_KEPT)
     num_steps: int = 0
     num_tokens: int = 0
     duration_s: float = 0.0
@@ -81,12 +85,23 @@ class StoryBook:
             del entries[NUM_FIRST_ENTRIES]
         entries.append(entry)
 
-    def begin_decode(self, request_id: str, entry: StoryEntry) -> None:
-        """A decode step begins: a new entry, unless the last one has this group and masters."""
-        last = self._live[request_id].entries[-1]
-        same = last.event == "decode" and last.group == entry.group
-        if not same or last.masters != entry.masters:
-            self.add(request_id, entry)
+    def begin_decode(
+        self,
+        requests: Iterable[Request],
+        *,
+        at_s: float,
+        reason: str,
+        group: tuple[int, ...],
+        masters: tuple[int, ...],
+    ) -> None:
+        """A decode step begins: a new entry for each request, unless its last one has this group
+        and these masters."""
+        live = self._live
+        for request in requests:
+            last = live[request.request_id].entries[-1]
+            if last.event != "decode" or last.group != group or last.masters != masters:
+                entry = StoryEntry(at_s, "decode", reason, group=group, masters=masters)
+                self.add(request.request_id, entry)
 
     def begin_chunk(self, request_id: str, entry: StoryEntry) -> None:
         """A later chunk of a prefill begins: a new entry, unless the last one is of this group."""
@@ -99,14 +114,22 @@ class StoryBook:
             kept[instance] = kept.get(instance, 0) + num_tokens
         last.kept = kept
 
-    def step_done(
-        self, request_id: str, *, num_tokens: int, elapsed_s: float, num_steps: int = 1
+    def steps_done(
+        self,
+        requests: Iterable[Request],
+        num_tokens: Iterable[int],
+        elapsed_s: float,
+        num_steps: int = 1,
     ) -> None:
-        """The step of the last entry is finished, or several."""
-        last = self._live[request_id].entries[-1]
-        last.num_steps += num_steps
-        last.num_tokens += num_tokens
-        last.duration_s += elapsed_s
+        """The step of the last entry of each request that has not ended is finished, or several;
+        `num_tokens` are those that they computed for each request."""
+        live = self._live
+        for request, count in zip(requests, num_tokens, strict=False):
+            if request.phase is not Phase.ENDED:
+                last = live[request.request_id].entries[-1]
+                last.num_steps += num_steps
+                last.num_tokens += count
+                last.duration_s += elapsed_s
 
     def end(self, request_id: str, entry: StoryEntry) -> None:
         """The last entry of a request."""
@@ -121,7 +144,7 @@ class StoryBook:
         if tale is None:
             return None
         request = tale.request
-        entries = tuple(replace(entry) for entry in tale.entries)
+        entries = tuple(copy(entry) for entry in tale.entries)
         return Story(request.prompt_tokens, request.num_generated, entries)
 
     @property

@@ -11,9 +11,9 @@ step), sampling, interference between groups that run at the same time, failures
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from math import inf
+from math import inf, nextafter
 from random import Random
 from typing import Protocol
 
@@ -32,7 +32,9 @@ from loongd.sched.events import (
     Tick,
 )
 from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
+from loongd.sched.policy import NOT_SETTLED, Settled
 from loongd.sched.scheduler import Scheduler
+from loongd.sched.steady import Steady
 from loongd.sim.outcome import Outcome, Run, StepRecord
 from loongd.sim.trace import TracedRequest
 
@@ -41,6 +43,8 @@ STOP, WORD = 2, 5
 STOPS = frozenset({STOP})
 # A policy may wait for time to pass, but not for ever.
 MAX_IDLE_TICKS = 1000
+# Sums of times are rounded in another order when they are foretold.
+MARGIN_S = 1e-6
 
 
 class Costs(Protocol):
@@ -51,6 +55,10 @@ class Costs(Protocol):
 
     def decode_s(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
         """Seconds of a decode step of `batch` requests with `kv_tokens` of KV together."""
+
+    def decode_run_s(self, batch: int, kv_tokens: int, num_steps: int) -> list[float]:
+        """`decode_s` of so many steps in a row on one instance; the first reads `kv_tokens`, each
+        later one `batch` more. No step may take less time than the one before it."""
 
     def migrate_s(self, tokens: int) -> float:
         """Seconds to move the KV of `tokens` tokens between two instances."""
@@ -72,8 +80,8 @@ class Options:
         check: check all invariants of the scheduler after each event (slow).
         record_steps: keep a record of each step (memory).
         leap: tell the scheduler of many equal decode steps at once where it would decide nothing
-            else (`sched.steady`); the same run, but numbers of steps differ. Not with noise, checks
-            or records.
+            else (`sched.steady`); the same run, but numbers of steps differ, and so may the order
+            of steps that end at the very same time. Not with noise, checks or records.
     """
 
     max_tokens: int = 1024
@@ -112,6 +120,9 @@ class Simulation:
         self._steady = scheduler.steady() if options.leap and plain else None
         self._decodes: dict[int, DecodePlan] = {}
         self._others: dict[int, float] = {}
+        # What is certain of running decode steps, by id; None after any event.
+        self._certain: dict[int, Settled] | None = None
+        self._is_plain = False
 
     def run(self, trace: Sequence[TracedRequest], slots: Sequence[int]) -> Run:
         """Run `trace` to its end on instances with these KV slots.
@@ -175,6 +186,7 @@ class Simulation:
 
     def _handle(self, event: Event) -> None:
         self._num_events += 1
+        self._certain = None
         for action in self._scheduler.handle(event):
             self._act(action)
         if self._options.check:
@@ -250,47 +262,79 @@ class Simulation:
         """
         end_s, step_id, done = self._running[0]
         plan = self._decodes.get(step_id)
-        until_s = min(until_s, min(self._others.values(), default=inf))
         if self._steady is None or plan is None:
             return False
-        if self._others and end_s + done.elapsed_s > until_s:
+        if self._others:
+            # At the same time the other comes first.
+            until_s = min(until_s, nextafter(min(self._others.values()), -inf))
+        if self._certain is None:
+            if self._others and end_s + done.elapsed_s > until_s:
+                return False
+            self._certain = self._outlook(self._steady)
+        certain = self._certain.get(step_id)
+        if certain is None:
             return False
-        outcomes = [self._outcomes[item.request_id] for item in plan.items]
-        most = min(o.output_tokens - o.num_tokens for o in outcomes) - 1
-        if most < 1:
-            return False
-        most = min(most, self._steady.num_steps(step_id, self._now))
-        if most < 1:
+        until_s = min(until_s, certain.until_s - MARGIN_S, self._horizon(step_id))
+        if certain.num_steps < 1 or end_s > until_s:
             return False
         heappop(self._running)
-        self._repeat(plan, done, outcomes, most=most, until_s=until_s)
+        outcomes = [self._outcomes[item.request_id] for item in plan.items]
+        self._repeat(plan, done, outcomes, certain, until_s)
         return True
+
+    def _outlook(self, steady: Steady) -> dict[int, Settled]:
+        """What the scheduler is certain of, except that requests end."""
+        self._is_plain = steady.is_plain
+        outlook = steady.outlook(self._now)
+        for step_id, settled in outlook.items():
+            outcomes = [self._outcomes[item.request_id] for item in self._decodes[step_id].items]
+            left = min([o.output_tokens - o.num_tokens for o in outcomes])
+            outlook[step_id] = replace(settled, num_steps=min(settled.num_steps, left - 1))
+        return outlook
+
+    def _horizon(self, step_id: int) -> float:
+        """Before when no other decode group ends a step that may be followed by anything else,
+        unless that is no matter. No step takes less time than the one like it before it."""
+        assert self._certain is not None
+        if self._is_plain:
+            return inf
+        horizon_s = inf
+        for end_s, other_id, done in self._running:
+            if other_id == step_id or other_id in self._others:
+                continue
+            certain = self._certain.get(other_id, NOT_SETTLED)
+            last_s = end_s + certain.num_steps * done.elapsed_s
+            horizon_s = min(horizon_s, max(end_s, min(last_s, certain.until_s)) - MARGIN_S)
+        return horizon_s
 
     def _repeat(
         self,
         plan: DecodePlan,
         done: StepDone,
         outcomes: list[Outcome],
-        *,
-        most: int,
+        certain: Settled,
         until_s: float,
     ) -> None:
         assert self._steady is not None
+        assert self._certain is not None
         batch = len(outcomes)
         kv_tokens = sum(item.position for item in plan.items) + batch
-        overhead_s, decode_s = self._options.overhead_s, self._costs.decode_s
         elapsed_s, took_s, end_s = [done.elapsed_s], done.elapsed_s, done.now
         first_s = now = end_s
         gap_s = 0.0
-        while True:
-            kv_tokens += batch
-            took_s = decode_s(dop=1, num_masters=1, batch=batch, kv_tokens=kv_tokens) + overhead_s
+        # At most so many fit, for no step takes less time than the one before it; and one follows.
+        most = min((until_s - now) / took_s + 2.0, certain.num_steps)
+        times_s = self._costs.decode_run_s(batch, kv_tokens + batch, int(most))
+        for step_s in times_s:
+            took_s = step_s + self._options.overhead_s
             end_s = now + took_s
-            if len(elapsed_s) == most or end_s > until_s:
+            if len(elapsed_s) == certain.num_steps or end_s > until_s:
                 break
             elapsed_s.append(took_s)
             gap_s = max(gap_s, end_s - now)
             now = end_s
+        else:
+            raise AssertionError(f"{len(times_s)} steps end before {until_s}")
         for outcome in outcomes:
             assert outcome.last_token_s is not None
             outcome.num_tokens += len(elapsed_s)
@@ -302,6 +346,8 @@ class Simulation:
         self._busy_s["decode"] += sum(elapsed_s[1:])
         del self._decodes[plan.step_id]
         following = self._steady.repeat(plan.step_id, elapsed_s, now)
+        num_left = certain.num_steps - len(elapsed_s)
+        self._certain[following.step_id] = replace(certain, num_steps=num_left)
         tokens = tuple((o.request_id, self._draw(o.request_id)) for o in outcomes)
         self._launch(following, "decode", end_s, took_s, tokens)
 

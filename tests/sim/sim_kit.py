@@ -24,6 +24,10 @@ class HandCosts:
         assert kv_tokens >= batch
         return 0.010 * -(-batch // num_masters)
 
+    def decode_run_s(self, batch, kv_tokens, num_steps):
+        lengths = (kv_tokens + batch * n for n in range(num_steps))
+        return [self.decode_s(dop=1, num_masters=1, batch=batch, kv_tokens=n) for n in lengths]
+
     def migrate_s(self, tokens):
         return 0.1 + 1e-6 * tokens
 

@@ -1,8 +1,10 @@
 """Whole systems with the real SIB: what each policy is for, and the command line."""
 
 import json
+import random
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from sim_kit import A800, PROFILES, random_trace
 
 from loongd.errors import ConfigError
 from loongd.sched.chunks import HOST_S
+from loongd.sched.scheduler import Scheduler
 from loongd.sched.sib import Sib
 from loongd.sim.engine import Options
 from loongd.sim.metrics import summarise
@@ -48,16 +51,49 @@ def test_short_prompts_do_not_wait_behind_a_long_one():
     assert ours.tpot_s.max < 0.05
 
 
-@pytest.mark.parametrize("policy", ["loongserve", "fcfs", "replicas", "static_sp"])
-@pytest.mark.parametrize("rate_rps", [1.0, 8.0])
-def test_leaps_change_nothing(policy, rate_rps):
+def check_leaps(system, trace, **options):
     """Many equal decode steps told at once, and each one told: the same run to the last digit."""
-    system = System(policy, A800, 4, 30_000)
-    trace = random_trace(7, 60, longest=25_000, rate_rps=rate_rps)
-    leaping, stepping = (system.run(trace, Options(leap=leap)) for leap in (True, False))
+    leaping, stepping = (system.run(trace, Options(leap=leap, **options)) for leap in (True, False))
     assert leaping.outcomes == stepping.outcomes
     assert leaping.totals == stepping.totals
     assert leaping.num_events == stepping.num_events
+    assert leaping.end_s == stepping.end_s
+    for kind, busy_s in stepping.busy_s.items():
+        assert leaping.busy_s[kind] == pytest.approx(busy_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["loongserve", "fcfs", "replicas", "static_sp"])
+@pytest.mark.parametrize("rate_rps", [1.0, 8.0])
+def test_leaps_change_nothing(policy, rate_rps):
+    system = System(policy, A800, 4, 30_000)
+    check_leaps(system, random_trace(7, 60, longest=25_000, rate_rps=rate_rps))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12, 16, 17, 28])
+def test_leaps_beside_queues_and_long_prefills_change_nothing(seed):
+    """Prompts wait for gain, for their turn, for slots; documents are between two chunks."""
+    draw = random.Random(seed)
+    rate_rps = draw.choice([3.0, 12.0, 40.0])
+    longest = draw.choice([1_000, 30_000, 120_000])
+    trace = random_trace(seed, 50, longest=longest, rate_rps=rate_rps)
+    slots = draw.choice([20_000, 60_000, 210_000])
+    system = System("loongserve", A800, draw.choice([1, 2, 4]), max(slots, longest // 2))
+    reserve = draw.choice([10, 64, 1024])
+    check_leaps(system, trace, reserve_tokens=reserve, tick_s=draw.choice([0.0, 0.5]))
+
+
+def test_most_decode_steps_beside_a_long_prefill_are_leapt_over(monkeypatch):
+    seen, handle = [], Scheduler.handle
+
+    def spy(self, *events):
+        seen.extend(events)
+        return handle(self, *events)
+
+    monkeypatch.setattr(Scheduler, "handle", spy)
+    trace = [TracedRequest(0.0, 100, 600), TracedRequest(1.0, 150_000, 20)]
+    run = System("loongserve", A800, 4, SLOTS).run(trace, Options())
+    assert run.num_events > 600
+    assert len(seen) < 150
 
 
 def test_a_smaller_bound_makes_short_prompts_wait_less():
@@ -115,6 +151,48 @@ def test_unknown_names_list_the_known_ones():
         choose_policy("magic", Sib(A800))
     with pytest.raises(ConfigError, match="known: a800-llama2-7b-tp1"):
         load_profile("z9000", PROFILES)
+
+
+def test_shipped_profiles_that_were_measured_say_with_what():
+    """Predictions from all others are called rough."""
+    for path in PROFILES.glob("*.json"):
+        profile = load_profile(path.stem, PROFILES)
+        assert not profile.measured or profile.versions, path.name
+
+
+@pytest.fixture
+def command(monkeypatch):
+    monkeypatch.syspath_prepend(SIMULATE.parent)
+    return import_module("simulate")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("--rate nan", "--rate 0", "--rate -1", "--rate 1e400", "--instances 0", "--instances -2"),
+        *("--slots 0", "--num-requests -3", "--input-cap 0", "--max-tokens -5", "--reserve -5"),
+        *("--noise -1", "--noise inf", "--seed x", "--overhead-ms -100000", "--overhead-ms nan"),
+        *("--max-batched-tokens 0", "--prefill-wait -1", "--picture-to nan", "--worst -1"),
+        *("--json /none/x.json", "--json /", "--picture x.txt", "--picture /none/x.png"),
+    ],
+)
+def test_a_nonsensical_option_is_one_line_that_names_it(command, capsys, arguments):
+    flag, value = arguments.split()
+    with pytest.raises(SystemExit) as stop:
+        command.parse_arguments(["--trace", "t.csv", "--profile", "p", flag, value])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said.startswith(f"tools/simulate: error: argument {flag}: ")
+    assert repr(value) in said
+    assert said.count("\n") == 1
+
+
+def test_sensible_options_are_taken(command, tmp_path):
+    options = {"rate": 0.5, "noise": 0.0, "prefill_wait": 0.0, "worst": 0, "slots": 1}
+    options |= {"json": tmp_path / "new.json", "picture": tmp_path / "p.svg"}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    args = command.parse_arguments(["--trace", "t.csv", "--profile", "p", *flags])
+    assert {name: getattr(args, name) for name in options} == options
 
 
 def simulate(*args):

@@ -7,10 +7,12 @@ computed at once, or in parts where it has more tokens than a step of its group 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from loongd.sched.draft import Draft
 from loongd.sched.policies.fcfs_chunks import NextChunks
 from loongd.sched.policies.fcfs_dispatch import Dispatch
-from loongd.sched.policy import Decisions, View
+from loongd.sched.policy import ALWAYS_SETTLED, NOT_SETTLED, Decisions, Settled, View
 from loongd.sched.scaling import Scaling
 
 
@@ -19,10 +21,11 @@ class FirstComeFirstServed:
 
     steady_requests = 1 << 62
 
-    def is_settled(self, view: View) -> bool:
-        """Always: groups wait for each other only between steps."""
-        del view
-        return True
+    def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
+        """Always, unless a prompt waits or is between two parts."""
+        is_open = any(r.between_chunks for r in view.tally.unfinished.values())
+        is_open = is_open or next(iter(view.waiting), None) is not None
+        return [NOT_SETTLED if is_open else ALWAYS_SETTLED] * len(instances)
 
     def decide(self, view: View) -> Decisions:
         """Everything that can start, starts."""

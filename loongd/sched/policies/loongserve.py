@@ -19,7 +19,8 @@ from loongd.sched.batching import Plan, Problem, best_plan
 from loongd.sched.dispatch import Dispatch
 from loongd.sched.draft import Draft
 from loongd.sched.elastic import ElasticPrefill
-from loongd.sched.policy import Decisions, StartPrefill, View
+from loongd.sched.outlook import Outlook
+from loongd.sched.policy import Decisions, Settled, StartPrefill, View
 from loongd.sched.prefilling import describe_kept, put
 from loongd.sched.request import Request
 from loongd.sched.scaling import Scaling
@@ -47,13 +48,10 @@ class LoongServe:
         """From more on, a second master may pay."""
         return self._sib.compute_bound_batch
 
-    def is_settled(self, view: View) -> bool:
-        """See `ElasticPrefill.is_settled`."""
-        draft = Draft(view)
-        allocate = Allocate(view, draft, self._sib)
-        dispatch = Dispatch(view, draft, self._sib)
-        elastic = ElasticPrefill(view, draft, self._sib, dispatch=dispatch, allocate=allocate)
-        return elastic.is_settled()
+    def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
+        """See `sched.outlook`."""
+        outlook = Outlook(view, self._sib)
+        return [outlook.of(instance) for instance in instances]
 
     def decide(self, view: View) -> Decisions:
         """Everything that is to start now."""

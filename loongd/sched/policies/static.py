@@ -10,14 +10,17 @@ may have room.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loongd.sched.policy import (
+    ALWAYS_SETTLED,
+    NOT_SETTLED,
     Decisions,
     GiveUp,
     Placed,
     Preempt,
+    Settled,
     StartDecode,
     StartPrefill,
     View,
@@ -60,10 +63,31 @@ class FixedGroups:
 
     steady_requests = 1 << 62
 
-    def is_settled(self, view: View) -> bool:
-        """Always: groups wait for each other only between steps."""
-        del view
-        return True
+    def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
+        """While its group is too full for the next prompt: it only becomes fuller."""
+        found = _Round()
+        queues = _Queues(view.waiting, len(view.free), found)
+        full = {
+            group.members: self._is_full(view, group, next(queues.of(number, group.slots), None))
+            for number, group in enumerate(self._groups(view))
+        }
+        return [
+            NOT_SETTLED if found.give_ups or not full.get((instance,)) else ALWAYS_SETTLED
+            for instance in instances
+        ]
+
+    def _is_full(self, view: View, group: _Group, request: Request | None) -> bool:
+        """`request`, the first of the group's queue, cannot start there, nor can anything else."""
+        if any(r.between_chunks for r in group.running):
+            return False
+        limits = view.limits
+        if request is None or len(group.running) >= limits.max_num_seqs:
+            return True
+        num_tokens = request.num_tokens
+        if self._chunked:
+            num_tokens = min(num_tokens, limits.max_num_batched_tokens)
+        is_full = group.committed + request.committed_tokens > group.slots
+        return is_full or num_tokens > sum(group.free.values())
 
     def __init__(self, *, together: bool, chunked: bool = False) -> None:
         """`chunked`: a prompt is cut where a step has `max_num_batched_tokens`."""

@@ -1,0 +1,35 @@
+"""What is noted of a step that has ended: who has had how much time, and how long it really took.
+
+Knows: turns between prefill and decode on an instance, and what the SIB learns from. Does not
+know: requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loongd.sched.instance import InstanceView, Step
+from loongd.sched.plan import DecodePlan, PrefillPlan
+from loongd.sched.sib import Sib
+
+
+def account(step: Step, elapsed_s: float, views: Iterable[InstanceView], sib: Sib | None) -> None:
+    """Charge a step to the instances that ran it, `views`, and let the SIB learn from it."""
+    match step.plan:
+        case PrefillPlan(items=prefills):
+            for view in views:
+                view.decode_debt_s = max(view.decode_debt_s, elapsed_s)
+            if sib is not None:
+                lengths = [(item.start, item.num_tokens) for item in prefills]
+                sib.observe_prefill(step.plan.dop, lengths, elapsed_s)
+        case DecodePlan(items=decodes):
+            for view in views:
+                view.decode_debt_s = max(0.0, view.decode_debt_s - elapsed_s)
+            if sib is not None:
+                sib.observe_decode(
+                    dop=step.plan.dop,
+                    num_masters=len(step.plan.masters),
+                    batch=len(decodes),
+                    kv_tokens=sum([item.position for item in decodes]) + len(decodes),
+                    elapsed_s=elapsed_s,
+                )
