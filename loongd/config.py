@@ -87,8 +87,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = "loongserve"
     max_prefill_wait: Annotated[
         Seconds,
-        Meta(description="Seconds that a chunk of a long prompt may take, so that others get in."),
+        Meta(
+            description="Seconds that a chunk of a long prompt may take, so that others get in; at "
+            "least 20 times its fixed cost."
+        ),
     ] = 0.3
+    decode_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=10,
+            description="Seconds of decode for each second of a prefill on the same instance.",
+        ),
+    ] = 0.5
     max_passes: Annotated[
         Count,
         Meta(description="Requests that may pass the head of the queue while it lacks KV slots."),

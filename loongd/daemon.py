@@ -117,6 +117,7 @@ class Daemon:
             max_num_queued_reqs=config.max_num_queued_reqs,
             max_prefill_wait_s=config.max_prefill_wait,
             max_passes=config.max_passes,
+            decode_share=config.decode_share,
             # Only the first worker of an instance knows the tokens that it draws.
             queue_ahead=config.queue_ahead and config.tensor_parallel_size == 1,
         )

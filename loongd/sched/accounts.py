@@ -6,19 +6,23 @@ know: requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from loongd.sched.instance import InstanceView, Step
+from loongd.sched.instance import Step
 from loongd.sched.plan import DecodePlan, PrefillPlan
 from loongd.sched.sib import Sib
+from loongd.sched.state import State
 
 
-def account(step: Step, elapsed_s: float, views: Iterable[InstanceView], sib: Sib | None) -> None:
-    """Charge a step to the instances that ran it, `views`, and let the SIB learn from it."""
+def account(step: Step, elapsed_s: float, state: State, sib: Sib | None) -> None:
+    """Charge a step to the instances that ran it, and let the SIB learn from it.
+
+    Decode is owed its share of the time that a prefill took.
+    """
+    views = [state.instances[instance] for instance in step.members]
+    owed_s = state.limits.decode_share * elapsed_s
     match step.plan:
         case PrefillPlan(items=prefills):
             for view in views:
-                view.decode_debt_s = max(view.decode_debt_s, elapsed_s)
+                view.decode_debt_s = max(view.decode_debt_s, owed_s)
             if sib is not None:
                 lengths = [(item.start, item.num_tokens) for item in prefills]
                 sib.observe_prefill(step.plan.dop, lengths, elapsed_s)

@@ -98,10 +98,17 @@ class Allocate:
         found = (i for i in draft.idle if i not in self.pinned and i in draft.component_of)
         return sorted(filter(self.is_open, found), key=lambda i: (self.interruption(i), i))
 
-    def between_chunks(self) -> list[int]:
-        """Open instances where an unfinished prefill has just had its turn; most room first."""
+    def between_chunks(self, *, again: bool = False) -> list[int]:
+        """Open instances where an unfinished prefill has just had its turn; most room first.
+
+        With `again`, also those where others have had theirs, but decode not its time yet.
+        """
         draft = self._draft
-        found = (i for i in draft.idle & self.pinned if not self._instances[i].chunk_turn)
+        found = (
+            i
+            for i in draft.idle & self.pinned
+            if not self._instances[i].chunk_turn or (again and not self.is_paid(i))
+        )
         return sorted(filter(self.is_open, found), key=lambda i: (-draft.room(i), i))
 
     def has_other_home(self, num_tokens: int) -> bool:

@@ -60,7 +60,10 @@ def _compile() -> tuple[bool, Callable[..., Any]]:
         from numba import njit  # noqa: PLC0415 - an extra
     except ImportError:
         return False, fill_plain
-    return True, njit(cache=True)(fill_plain)
+    try:
+        return True, njit(cache=True)(fill_plain)
+    except RuntimeError:  # no folder to keep the result in: a read-only package and home
+        return True, njit(fill_plain)
 
 
 COMPILED, fill_loops = _compile()

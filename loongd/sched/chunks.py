@@ -24,6 +24,9 @@ HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
 SIZES_PER_OCTAVE = 4
+LIBRARY_TOKENS = 512
+"""Libraries attend to a long prefix with so many queries at a time; what is left over goes to
+kernels that are slower (`kernels.cudnn.QUERY_SIZES`)."""
 LEAST_UNMEASURED = 512
 """Tokens of each member in all chunks but the last, until the machine is measured. What is believed
 of it may be wrong by far: if it seems slow, chunks get smaller, which makes it slower still."""
@@ -74,7 +77,9 @@ def aligned_up(least: int, dop: int) -> int:
 
 
 def _step(each: int) -> int:
-    return max(1, (1 << max(0, each.bit_length() - 1)) // SIZES_PER_OCTAVE)
+    octave = 1 << max(0, each.bit_length() - 1)
+    step = max(1, octave // SIZES_PER_OCTAVE)
+    return step if each < LIBRARY_TOKENS else max(step, LIBRARY_TOKENS)
 
 
 def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> int:

@@ -8,15 +8,16 @@ and admitted requests may still grow to leaves room for it. Order: two kinds may
 - A long prompt that has room but no instance is passed by short ones, and by cheaper long ones
   (least predicted time x length first), until it has waited `URGENT_WAITS` times the configured
   bound or its own prefill time on one instance, whichever is longer: then an instance is held
-  for it, and such prompts go in order of arrival. (A bound in seconds alone would turn every
-  overload into first come, first served, where a document waits for a library.)
+  for it, and such prompts go in order of arrival, those with some chunks done too. (A bound in
+  seconds alone would turn every overload into first come, first served, where a document waits
+  for a library.)
 
 A prompt is short when one instance computes it within the bound and one has room for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from loongd.sched.admission import never_fits
@@ -33,6 +34,8 @@ MAX_LONGS = 128
 # The batch leaves the memory-bound regime when its fixed time is less than this share.
 FIXED_SHARE = 0.1
 URGENT_WAITS = 10
+# What passes the head takes at most this share of the head's own prefill time.
+PASS_SHARE = 0.25
 # Before any request has finished: the decode time of so many tokens alone.
 PRIOR_DECODE_TOKENS = 256
 
@@ -78,7 +81,7 @@ class Dispatch:
             return
         fitting = (
             request
-            for request in islice(self._view.waiting, MAX_DEPTH)
+            for request in self._within_sight()
             if (request.committed_tokens <= total_slots and request.limit_tokens <= known_slots)
             or self._can_fit(request)
         )
@@ -95,7 +98,7 @@ class Dispatch:
                     self.blocked = request
                     slack = total_slots - need - self._younger(request)
                 continue
-            may_pass = self.blocked is None or (is_short and need <= slack)
+            may_pass = self.blocked is None or (need <= slack and self._is_cheap(request))
             if not may_pass or len(kind) == most:
                 continue
             kind.append(request)
@@ -107,6 +110,30 @@ class Dispatch:
             is_enough = len(shorts) == MAX_SHORTS and len(longs) == MAX_LONGS
             if is_enough or num_running >= limits.max_num_seqs:
                 return
+
+    def _within_sight(self) -> Iterator[Request]:
+        """The front of the queue, and the first short ones behind it: a queue of documents hides
+        no short prompt."""
+        last: Request | None = None
+        for depth, request in enumerate(self._view.waiting):
+            if depth == MAX_DEPTH:
+                break
+            last = request
+            yield request
+        else:
+            return
+        for request in islice(self._view.shorter(self._short_tokens), MAX_DEPTH):
+            if last is not None and request.order > last.order:
+                yield request
+
+    def _is_cheap(self, request: Request) -> bool:
+        """It may pass the first request without room."""
+        assert self.blocked is not None
+        num_tokens = request.num_tokens
+        alone_s = self._costs.alone_s
+        return num_tokens <= self._short_tokens or (
+            alone_s(0, num_tokens) <= PASS_SHARE * alone_s(0, self.blocked.num_tokens)
+        )
 
     def _can_fit(self, request: Request) -> bool:
         """False also for a request that has to wait until a lost instance returns."""
@@ -134,42 +161,37 @@ class Dispatch:
         """Seconds since it arrived."""
         return self._view.now - request.arrived_s
 
+    def late_s(self, request: Request) -> float:
+        """When it has waited for as long as its prefill takes, or for the bound: from then on it
+        may interrupt a decode group whatever that costs the group."""
+        own_s = self._costs.alone_s(0, request.num_tokens)
+        return request.arrived_s + min(self._bound_s, own_s)
+
+    def is_late(self, request: Request) -> bool:
+        """See `late_s`."""
+        return self._view.now >= self.late_s(request)
+
     def is_urgent(self, request: Request) -> bool:
-        """A waiting long prompt has been passed for long enough."""
-        return self._is_urgent(request, self._costs.alone_s(0, request.num_tokens))
+        """A long prompt was passed for long enough, before its first chunk or after it."""
+        return self.rank(request)[0] == 0
 
     def urgent_s(self, request: Request) -> float:
-        """When a waiting long prompt becomes urgent."""
+        """When a long prompt becomes urgent, if it is not done by then."""
         time_s = self._costs.alone_s(0, request.num_tokens)
         return request.arrived_s + URGENT_WAITS * max(self._bound_s, time_s)
-
-    def _is_urgent(self, request: Request, time_s: float) -> bool:
-        return self.waited_s(request) >= URGENT_WAITS * max(self._bound_s, time_s)
 
     def rank(self, request: Request) -> tuple[int, float, int]:
         """Sorts long prompts: urgent ones by age, others by predicted time x length."""
         cached, left = request.kv_tokens, request.left_tokens
-        time_s = self._costs.alone_s(cached, left)
-        # Before its first chunk, all of it is left.
-        if cached == 0 and self._is_urgent(request, time_s):
+        time_s = self._costs.alone_s(0, request.num_tokens)
+        if self.waited_s(request) >= URGENT_WAITS * max(self._bound_s, time_s):
             return (0, 0.0, request.order)
-        return (1, time_s * left, request.order)
+        left_s = time_s if cached == 0 else self._costs.alone_s(cached, left)
+        return (1, left_s * left, request.order)
 
     def best_long(self) -> Request | None:
         """The waiting long prompt of least rank."""
-        alone_s, least_s = self._costs.alone_s, URGENT_WAITS * self._bound_s
-        now, best, found = self._view.now, (2, 0.0, 0), None
-        for request in self.longs:
-            num_tokens = request.num_tokens
-            time_s = alone_s(0, num_tokens)
-            waited_s = now - request.arrived_s
-            if waited_s >= least_s and self._is_urgent(request, time_s):
-                rank = (0, 0.0, request.order)
-            else:
-                rank = (1, time_s * num_tokens, request.order)
-            if rank < best:
-                best, found = rank, request
-        return found
+        return min(self.longs, key=self.rank, default=None)
 
     # ---- batches of short prompts --------------------------------------------------------------
 

@@ -43,7 +43,6 @@ class ElasticPrefill:
         self._sib = sib
         self._dispatch = dispatch
         self._allocate = allocate
-        self._bound_s = view.limits.max_prefill_wait_s
         self._first = dispatch.best_long()
         self._unfinished = sorted(allocate.unfinished, key=dispatch.rank)
 
@@ -54,15 +53,17 @@ class ElasticPrefill:
         """The waiting long prompt that is next, if it goes before all unfinished ones."""
         if self._first is None or not self._dispatch.fit_now(self._first):
             return None
+        return None if self._is_behind(self._first) else self._first
+
+    def _is_behind(self, request: Request) -> bool:
+        """An unfinished prefill goes before it."""
         rank = self._dispatch.rank
-        if self._unfinished and rank(self._unfinished[0]) <= rank(self._first):
-            return None
-        return self._first
+        return bool(self._unfinished) and rank(self._unfinished[0]) <= rank(request)
 
     def start_urgent(self) -> None:
         """Start a prompt that was passed for long enough, or hold an instance for it."""
         first = self._first
-        if first is None or not self._dispatch.is_urgent(first):
+        if first is None or not self._dispatch.is_urgent(first) or self._is_behind(first):
             return
         if self._start_on_empty(first):
             return
@@ -107,7 +108,7 @@ class ElasticPrefill:
         lent = self._allocate.lent()
         if self._move_away(first, 0):
             return
-        is_late = self._allocate.forced or self._dispatch.waited_s(first) >= self._bound_s
+        is_late = self._allocate.forced or self._dispatch.is_late(first)
         open_to = [i for i in lent if self._allocate.is_paid(i)] if is_late else []
         if not self._draft.free.keys() - self._allocate.pinned:
             open_to += self._allocate.between_chunks()

@@ -66,6 +66,9 @@ class Outlook:
         for request in allocate.unfinished:
             if request.between_chunks:
                 until_s = min(until_s, max(map(allocate.paid_s, request.holders)))
+            urgent_s = dispatch.urgent_s(request)
+            if urgent_s > self._view.now:
+                until_s = min(until_s, urgent_s)
         if not self._someone_waits:
             return until_s
         if self._draft.idle or dispatch.give_ups or dispatch.is_short_of_room:
@@ -91,7 +94,7 @@ class Outlook:
         num_steps = 1 << 62
         if gain > 0.0:
             num_steps = int(SHARE_OF_STEPS * shortest * (cost / gain - 1.0))
-        return Settled(num_steps, self._late_s(instance, taken[0]))
+        return Settled(num_steps, self._allocate.paid_s(instance))
 
     def _for_first(self, instance: int) -> float:
         """Until when the best long prompt that waits does not start there."""
@@ -104,5 +107,4 @@ class Outlook:
 
     def _late_s(self, instance: int, request: Request) -> float:
         """When a request has waited for the bound, and the group there has had its time."""
-        late_s = request.arrived_s + self._view.limits.max_prefill_wait_s
-        return max(late_s, self._allocate.paid_s(instance))
+        return max(self._dispatch.late_s(request), self._allocate.paid_s(instance))

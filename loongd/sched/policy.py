@@ -23,6 +23,7 @@ from loongd.sched.tally import Tally
 class Limits:
     """The scheduler's options; `loongd.config.Config` explains each.
 
+    `decode_share` is seconds of decode for each second of a prefill on the same instance.
     `max_step_tokens` is of each instance: its memory for a step's work is made for so many new
     tokens, so `max_num_batched_tokens` must not be above it. `queue_ahead` needs workers that
     can take a step before the one before it has ended.
@@ -35,6 +36,7 @@ class Limits:
     max_num_queued_reqs: int = 4096
     max_prefill_wait_s: float = 0.3
     max_passes: int = 1000
+    decode_share: float = 0.5
     queue_ahead: bool = False
 
 
@@ -56,6 +58,7 @@ class View:
         running: requests in prefill or decode.
         tally: what these count for.
         waiting: the queue, first come first.
+        shorter: those of it that are new and have at most so many tokens.
         num_ending_tokens: slots of cancelled requests whose step still runs.
         hold: what the policy held when it was last asked.
         now: seconds of the events' clock.
@@ -74,6 +77,7 @@ class View:
     now: float = 0.0
     avg_decode_s: float | None = None
     tokens_on: Callable[[Request, int], int] = lambda _request, _instance: 0
+    shorter: Callable[[int], Iterable[Request]] = lambda _most_tokens: ()
 
 
 class Placed(msgspec.Struct, frozen=True):

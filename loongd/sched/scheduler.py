@@ -166,8 +166,7 @@ class Scheduler:
         step = self._state.end_step(event.step_id, event.now)
         if step is None:
             return
-        views = [self._state.instances[i] for i in step.members]
-        account(step, event.elapsed_s, views, self._sib)
+        account(step, event.elapsed_s, self._state, self._sib)
         match step.plan:
             case PrefillPlan(items=items):
                 self._on_prefilled(step, items, event)

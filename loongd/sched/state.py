@@ -92,6 +92,7 @@ class State:
             running=self.running,
             tally=self.tally,
             waiting=self.waiting,
+            shorter=self.waiting.shorter,
             num_ending_tokens=sum(r.kv_tokens + r.num_migrating for r in self.ending.values()),
             hold=self.hold,
             now=now,

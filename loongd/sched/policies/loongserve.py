@@ -185,36 +185,38 @@ class _Round:
         return None
 
     def _on_lent(self, shorts: list[Request]) -> list[Request]:
-        """Prefill where a decode group has just ended a step, if that gains more than it costs.
-
-        A prompt that has waited for the bound goes in any case, but decode keeps half the time.
+        """Prefill where a decode group has just ended a step, when it has had its share of the
+        time since the last prefill there, or when that gains more than it costs.
         """
         allocate, dispatch = self._allocate, self._dispatch
-        bound_s = self._view.limits.max_prefill_wait_s
         for instance in allocate.lent() if shorts else ():
             taken = dispatch.take(shorts, [instance])
             if not taken:
                 continue
             gain, cost = dispatch.weigh(taken, allocate.batch(instance))
-            is_late = self._forced or dispatch.waited_s(taken[0]) >= bound_s
-            if gain <= cost and not (is_late and allocate.is_paid(instance)):
+            if gain <= cost and not allocate.is_paid(instance):
                 continue
             why = f"gain {gain:.2e} against cost {cost:.2e} s/token of the decode group there"
             if gain <= cost:
-                why += f", but {taken[0].request_id} has waited for {bound_s:g} s"
+                share = self._view.limits.decode_share
+                why += f", but that has had {share:g} s for each second of the last prefill"
             self._start(taken, [instance], why)
             shorts = _without(shorts, taken)
         return shorts
 
     def _on_chunked(self, shorts: list[Request]) -> None:
-        """Prefill between two chunks of a long prompt, for want of another instance."""
-        bound_s = self._view.limits.max_prefill_wait_s
-        for instance in self._allocate.between_chunks() if shorts else ():
-            taken = self._dispatch.take(shorts, [instance])
+        """Prefill between two chunks of a long prompt, for want of another instance.
+
+        Once, and again while decode has its share of the time, unless the long prompt is urgent.
+        """
+        allocate, dispatch = self._allocate, self._dispatch
+        is_urgent = any(map(dispatch.is_urgent, allocate.unfinished))
+        for instance in allocate.between_chunks(again=not is_urgent) if shorts else ():
+            taken = dispatch.take(shorts, [instance])
             if not taken:
                 continue
-            is_late = self._forced or self._dispatch.waited_s(taken[0]) >= bound_s
-            if self._allocate.has_other_home(taken[0].num_tokens) and not is_late:
+            is_late = self._forced or dispatch.is_late(taken[0])
+            if allocate.has_other_home(taken[0].num_tokens) and not is_late:
                 continue
             self._start(taken, [instance], "between two chunks of a long prefill")
             shorts = _without(shorts, taken)
