@@ -7,6 +7,9 @@ same SLO: TTFT <= max(25 * T(len) of sp 4 tp 2, 15 s) and TPOT <= 50 ms. The fix
 with whole prompts (as in the paper) and several batch limits; the best one counts. `TP8 chunked`
 is not in the paper: chunks and decode steps in turn on one tp 8 instance.
 Not modelled: HTTP, tokenising, the scheduler's own time, interference between groups.
+
+Each search says the commit, the date and the machine. A checkout with changes that are not
+committed is refused, since nobody could run the same again; --dirty runs it and says so.
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ import argparse
 import hashlib
 import json
 import math
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loongd.sched.sib import Sib, dump_profile
+from provenance import Provenance, provenance
+
+from loongd.sched.sib import Sib
 from loongd.sim.engine import Options
 from loongd.sim.goodput import Goodput, find_goodput
 from loongd.sim.metrics import Slo, attainment
@@ -61,6 +67,8 @@ PAPER = {
     "1.4": {"loongserve": 8.757, "TP8": 5.723, "SP4TP2": 5.447, "TP2x4": 5.000},
 }
 STATIC = ("TP8", "SP4TP2", "TP2x4")
+# What decides the figures, beside the traces.
+SOURCES = ("loongd", "etc/profiles", "tools/bench_goodput.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +103,37 @@ def search(job: Job) -> tuple[Job, Goodput, float]:
     return job, find_goodput(run, guess, width=job.width), time.perf_counter() - began_s
 
 
-def sched_sha256() -> str:
-    """Which scheduler this was: a hash of its source files in order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "loongd" / "sched").rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def sha256(path: Path) -> str:
+    """As the command sha256sum says it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def describe(job: Job, found: Goodput, digest: str) -> dict[str, Any]:
+def describe(job: Job, found: Goodput, took_s: float, source: Provenance) -> dict[str, Any]:
     return {
-        "sched_sha256": digest,
+        **asdict(source),
         "system": job.entry.name,
         "zipf": job.alpha,
         "max_batched_tokens": job.max_batched_tokens,
+        "oracle": job.oracle,
+        "trace_sha256": sha256(job.trace),
+        "profile_sha256": sha256(PROFILES / f"{job.entry.profile}.json"),
         "goodput_rps": found.rate_rps and round(found.rate_rps, 4),
         "paper_rps": PAPER[job.alpha].get(job.entry.name),
         "points": [[round(p.rate_rps, 4), round(p.attainment, 4)] for p in found.points],
+        "took_s": round(took_s),
     }
+
+
+def join(earlier: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Earlier searches, except those that were done again, and the new ones."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["system"], row["zipf"], row["max_batched_tokens"]
+
+    again = {key(row) for row in new}
+    # Of the first recorded searches nobody knows what they ran.
+    kept = [{"commit": "unknown", **row} for row in earlier if key(row) not in again]
+    return kept + new
 
 
 def conclude(searches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -137,7 +158,7 @@ def conclude(searches: list[dict[str, Any]]) -> dict[str, Any]:
     return tables
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/bench_goodput.py", description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the Zipf traces")
     parser.add_argument("--systems", default=",".join(e.name for e in ENTRIES))
@@ -145,48 +166,64 @@ def main() -> None:
     parser.add_argument("--oracle", action="store_true", help="admission knows output lengths")
     parser.add_argument("--width", type=float, default=0.05, help="of the bracket (%(default)s)")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--dirty", action="store_true", help="run a checkout with changes")
     parser.add_argument(
         "--with", type=Path, nargs="*", default=[], dest="earlier", help="results to join with"
     )
     parser.add_argument("--json", type=Path, default=RESULT)
     args = parser.parse_args()
-    digest = sched_sha256()
-    jobs = [
-        Job(
-            e, alpha, limit, args.data / f"paper_zipf{alpha}_unitpoisson.csv.gz", args.oracle, width
-        )
-        for alpha in args.zipf.split(",")
-        for e in ENTRIES
-        if e.name in args.systems.split(",")
-        for limit in e.max_batched_tokens
-        for width in (args.width,)
+    args.systems, args.zipf = args.systems.split(","), args.zipf.split(",")
+    unknown = {*args.systems} - {e.name for e in ENTRIES} | {*args.zipf} - {*PAPER}
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    return args
+
+
+def plan_jobs(args: argparse.Namespace) -> list[Job]:
+    return [
+        Job(entry, alpha, limit, trace, args.oracle, args.width)
+        for alpha in args.zipf
+        for trace in (args.data / f"paper_zipf{alpha}_unitpoisson.csv.gz",)
+        for entry in ENTRIES
+        if entry.name in args.systems
+        for limit in entry.max_batched_tokens
     ]
-    searches = [s for path in args.earlier for s in json.loads(path.read_text())["searches"]]
+
+
+def main() -> int:
+    args = parse_arguments()
+    # Before the run: what is committed meanwhile is not what ran.
+    source = provenance(ROOT, SOURCES)
+    if source.dirty and not args.dirty:
+        print(
+            f"tools/bench_goodput.py: error: {', '.join(SOURCES)} differ from commit "
+            f"{source.commit[:10]}: commit first, or say --dirty",
+            file=sys.stderr,
+        )
+        return 2
+    searches = []
     with ProcessPoolExecutor(args.jobs) as pool:
-        for job, found, took_s in pool.map(search, jobs):
-            searches.append(describe(job, found, digest))
+        for job, found, took_s in pool.map(search, plan_jobs(args)):
+            searches.append(describe(job, found, took_s, source))
             shown = f"{found.rate_rps:.3f}" if found.rate_rps else "not found"
             print(
                 f"zipf {job.alpha} {job.entry.name} (batches up to {job.max_batched_tokens:,}): "
                 f"{shown} requests/s ({took_s:.0f} s)",
                 flush=True,
             )
+    earlier = [s for path in args.earlier for s in json.loads(path.read_text())["searches"]]
+    searches = join(earlier, searches)
     tables = conclude(searches)
-    used = sorted({e.profile for e in ENTRIES})
     result = {
         "what": " ".join((__doc__ or "").split()),
-        "oracle": args.oracle,
         "entries": [asdict(e) for e in ENTRIES],
-        "profiles_sha256": {
-            n: hashlib.sha256(dump_profile(load_profile(n, PROFILES)).encode()).hexdigest()
-            for n in used
-        },
         "tables": tables,
         "searches": searches,
     }
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="ascii")
     print(json.dumps(tables, indent=1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -84,8 +84,9 @@ DECODE_100 = {1: 1.0, 2: 0.9, 4: 0.948, 8: 0.847}
 DECODE_TP1_10_MS = 11.38
 
 A800_SOURCE = (
-    "LoongServe's published times on eight A800-80GB. Measured: prefill and decode of eight GPUs "
-    "(figure 3: tp 8, tp 4 x 2, tp 2 x 4), batch 1 of 10 and 1,000 tokens at tp 1. Derived: one "
+    "Stands in until loongctl profile has run on A800. LoongServe's published times on eight "
+    "A800-80GB, not measured with loongd. Published: prefill and decode of eight GPUs (figure 3: "
+    "tp 8, tp 4 x 2, tp 2 x 4), batch 1 of 10 and 1,000 tokens at tp 1. Derived: one "
     "instance of tp 1, 2, 4 from figure 2's ratios, masters from figure 14's, tp 1 x 8 from a "
     "digitised plot, per-request decode cost of tp 1; other degrees by interpolation. Migration "
     "from 150 GB/s per GPU, not measured."
@@ -176,7 +177,7 @@ def a800(tp: int) -> Profile:
         dtype="bfloat16",
         date="2024-04-15",
         source=A800_SOURCE,
-        measured=True,
+        measured=False,
         prefill=[one_instance_prefill(tp), *group_prefill(tp)],
         decode=a800_decode(tp),
         migrate=MigrateFit(
@@ -255,7 +256,7 @@ def main() -> None:
     made |= {"h200-llama2-7b-tp1": h200("llama2"), "h200-llama3-8b-tp1": h200("llama3")}
     for name, profile in made.items():
         path = directory / f"{name}.json"
-        if not profile.measured and path.exists() and load(path).measured:
+        if path.exists() and load(path).measured:
             print(f"{path.name}: measured, left alone")
             continue
         path.write_text(dump_profile(profile), encoding="utf-8")

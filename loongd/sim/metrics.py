@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 import numpy as np
 
 from loongd.sim.outcome import Outcome, Run
+
+MOST_FAILURES = 3
+"""Failed requests that a summary names."""
 
 # Prompt tokens, from (inclusive) and below.
 CLASSES: tuple[tuple[str, float, float], ...] = (
@@ -51,8 +55,9 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles of a set of times in seconds; all 0 when it is empty."""
+    """Mean and percentiles of a set of `num` times in seconds; all 0 when it is empty."""
 
+    num: int
     mean: float
     p50: float
     p90: float
@@ -87,8 +92,10 @@ class Summary:
     """A run judged.
 
     Args:
-        offered_rps: requests over the time of arrivals; `achieved_rps` over the whole run.
+        offered_rps: requests over the time of arrivals.
+        achieved_rps: requests that did not fail, over the whole run.
         busy: for each kind of step, its share of all instance time.
+        failures: the first few requests that failed, each with why.
     """
 
     num_requests: int
@@ -102,6 +109,7 @@ class Summary:
     num_scale_ups: int
     num_scale_downs: int
     classes: tuple[ClassSummary, ...]
+    failures: tuple[str, ...] = ()
 
     def of(self, name: str) -> ClassSummary:
         """The class called `name`. Raises KeyError when no request is in it."""
@@ -112,7 +120,10 @@ class Summary:
 
 
 def summarise(run: Run, slo: Slo | None = None) -> Summary:
-    """Judge a finished run; classes without requests are left out."""
+    """Judge a finished run; classes without requests are left out.
+
+    A run that ends as it starts, all its requests refused, has rates and shares of 0.
+    """
     totals = run.totals
     assert totals is not None, "the run has not finished"
     outcomes = run.outcomes
@@ -122,8 +133,8 @@ def summarise(run: Run, slo: Slo | None = None) -> Summary:
         num_requests=len(outcomes),
         end_s=run.end_s,
         offered_rps=len(outcomes) / last_arrival_s if last_arrival_s else 0.0,
-        achieved_rps=len(outcomes) / run.end_s,
-        busy={kind: busy_s / instance_s for kind, busy_s in run.busy_s.items()},
+        achieved_rps=sum(o.ok for o in outcomes) / run.end_s if run.end_s else 0.0,
+        busy={kind: busy_s / (instance_s or 1.0) for kind, busy_s in run.busy_s.items()},
         num_prefill_steps=totals.num_prefill_steps,
         num_decode_steps=totals.num_decode_steps,
         num_preemptions=totals.num_preemptions,
@@ -133,6 +144,10 @@ def summarise(run: Run, slo: Slo | None = None) -> Summary:
             _summarise_class(name, members, slo)
             for name, low, high in CLASSES
             if (members := [o for o in outcomes if low <= o.input_tokens < high])
+        ),
+        failures=tuple(
+            f"{o.request_id}: {o.failure}"
+            for o in islice((o for o in outcomes if o.failure is not None), MOST_FAILURES)
         ),
     )
 
@@ -161,9 +176,9 @@ def _summarise_class(name: str, outcomes: Sequence[Outcome], slo: Slo | None) ->
 
 def _spread(values: Sequence[float]) -> Spread:
     if not values:
-        return Spread(0.0, 0.0, 0.0, 0.0, 0.0)
+        return Spread(0, 0.0, 0.0, 0.0, 0.0, 0.0)
     p50, p90, p99 = (float(p) for p in np.percentile(values, [50, 90, 99]))
-    return Spread(_mean(values), p50, p90, p99, max(values))
+    return Spread(len(values), _mean(values), p50, p90, p99, max(values))
 
 
 def _mean(values: Sequence[float]) -> float:

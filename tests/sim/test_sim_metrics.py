@@ -10,8 +10,8 @@ from loongd.errors import ConfigError
 from loongd.sched.policies.static import FixedGroups
 from loongd.sim.goodput import Point, crossing, find_goodput
 from loongd.sim.metrics import Slo, attainment, summarise
-from loongd.sim.outcome import Outcome
-from loongd.sim.picture import draw
+from loongd.sim.outcome import Outcome, StepRecord
+from loongd.sim.picture import draw, lanes
 from loongd.sim.report import as_json, as_table
 from loongd.sim.trace import TracedRequest, at_rate, read_trace
 
@@ -78,6 +78,19 @@ def test_summary_by_hand():
     assert as_table(summary).count("\n") == 5
 
 
+def test_a_summary_says_what_failed_and_why():
+    """Longer than the pool, all at 0 s: refused at once, so that the run takes no time."""
+    trace = [TracedRequest(0.0, 7000 + i, 3) for i in range(5)]
+    run = simulate(FixedGroups(together=True), trace, slots=[500])
+    summary = summarise(run, Slo(lambda num_tokens: 0.0))
+    assert run.end_s == summary.achieved_rps == 0.0
+    assert summary.failures == tuple(f"r{i}: {run.outcomes[i].failure}" for i in range(3))
+    assert "500 slots" in summary.failures[0]
+    table = as_table(summary).splitlines()
+    assert table[3].split() == ["all", "5", "5", *"|---|---|-|---|", "0.0"]
+    assert table[5:] == [*(f"failed: {why}" for why in summary.failures), "and 2 more failed"]
+
+
 def test_crossing_interpolates():
     points = [Point(1.0, 1.0), Point(3.0, 0.8), Point(2.0, 0.95)]
     assert crossing(points, 0.9) == pytest.approx(2.0 + 1 / 3)
@@ -115,19 +128,62 @@ def test_read_and_stretch_a_trace(tmp_path, name):
     assert [r.arrival_s for r in at_rate(read_trace(path), 0.5)] == [0.0, 1.5, 6.0]
 
 
+HEAD = "arrival_s,input_len,output_len\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("", "is empty"),
         ("a,b\n", "columns are a,b"),
-        ("arrival_s,input_len,output_len\n", "has no requests"),
-        ("arrival_s,input_len,output_len\n1,x,2\n", "line 2"),
-        ("arrival_s,input_len,output_len\n1,5,2\n1,5,0\n", "line 3.*at least 1"),
-        ("arrival_s,input_len,output_len\n1,5\n", "line 2"),
+        (HEAD, "has no requests"),
+        (HEAD + "1,x,2\n", "t.csv, line 2: input_len is 'x'"),
+        (HEAD + "1,5,2\n1,5,0\n", "line 3: output_len is '0', not a whole number from 1"),
+        (HEAD + "1,-5,2\n", "line 2: input_len is '-5'"),
+        (HEAD + f"1,5,{'9' * 5000}\n", "line 2: output_len is '999"),
+        (HEAD + "1,5\n", "line 2: columns are '1,5', not 3 numbers"),
+        (HEAD + "1,5,2,7\n", "line 2: columns are '1,5,2,7'"),
+        (HEAD + "nan,5,2\n", "line 2: arrival_s is 'nan'"),
+        (HEAD + "1,5,2\n\ninf,5,2\n", "line 4: arrival_s is 'inf'"),
+        (HEAD + "-1,5,2\n", "line 2: arrival_s is '-1'"),
+        (HEAD + "1,5é,2\n", "line 2: input_len is '5"),
+        (HEAD + '1,5,"' + "7" * 200_000 + '"\n', "line 2: field larger"),
     ],
 )
 def test_broken_traces_name_the_place(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         read_trace(write(tmp_path / "t.csv", text))
+
+
+def test_empty_lines_of_a_trace_are_skipped(tmp_path):
+    path = write(tmp_path / "t.csv", HEAD + "1,10,2\n\n2,20,3\n\n")
+    assert read_trace(path) == [TracedRequest(1.0, 10, 2), TracedRequest(2.0, 20, 3)]
+
+
+def spoil(data, at):
+    return data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-20],
+        lambda data: b"arrival_s",
+        lambda data: spoil(data, 12),
+        lambda data: spoil(data, -8),
+    ],
+    ids=["cut", "plain", "deflate", "checksum"],
+)
+def test_broken_gzip_files_name_the_file(tmp_path, damage):
+    path = write(tmp_path / "t.csv.gz", HEAD + "1,10,2\n")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=r"t\.csv\.gz: "):
+        read_trace(path)
+
+
+def test_a_rate_so_low_that_the_run_never_ends():
+    with pytest.raises(ConfigError, match="the last would arrive after"):
+        at_rate([TracedRequest(0.0, 1, 1), TracedRequest(1.0, 1, 1)], 1e-300)
 
 
 def test_missing_or_short_traces(tmp_path):
@@ -136,6 +192,30 @@ def test_missing_or_short_traces(tmp_path):
     path = write(tmp_path / "t.csv", "arrival_s,input_len,output_len\n1,5,2\n")
     with pytest.raises(ConfigError, match="has 1 requests, 2 wanted"):
         read_trace(path, num_requests=2)
+
+
+def test_lanes_of_a_picture_by_hand():
+    def step(from_s, to_s, members, *requests):
+        return StepRecord("decode", from_s, to_s, members, tuple((r, 1) for r in requests), "")
+
+    found = lanes(
+        [
+            step(0.0, 1.0, (0, 1), "r1", "r2"),
+            step(1.0, 2.0, (0,), "r1", "r2"),
+            # r2 has ended, r3 takes its lane; r1 keeps its own over the pause.
+            step(5.0, 6.0, (0,), "r3", "r1"),
+            step(6.0, 7.0, (0,), "r1", "r3", "r4"),
+        ]
+    )
+    assert {(s.instance, s.owner, s.lane, s.from_s, s.to_s) for s in found} == {
+        (0, "r1", 0, 0.0, 2.0),
+        (0, "r2", 1, 0.0, 2.0),
+        (1, "r1", 0, 0.0, 1.0),
+        (1, "r2", 1, 0.0, 1.0),
+        (0, "r1", 0, 5.0, 7.0),
+        (0, "r3", 1, 5.0, 7.0),
+        (0, "r4", 2, 6.0, 7.0),
+    }
 
 
 def test_picture(tmp_path):

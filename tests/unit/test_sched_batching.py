@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from loongd.sched.batching import Problem, Run, best_plan, fill_arrays, sums
-from loongd.sched.batching_loops import fill_plain
+from loongd.sched.batching_loops import fill_loops, fill_plain
 from loongd.sched.sib import Coefficients
 
 
@@ -96,16 +96,38 @@ def check_plan(problem, plan):
     assert plan.latency == pytest.approx(total, rel=1e-9)
 
 
-def test_loops_equal_numpy_to_the_last_bit():
-    draw = random.Random(5)
+def check_fill(fill, seed):
+    """The same table as numpy's to the last bit, and where there is a plan the same way to it."""
+    draw = random.Random(seed)
     for _ in range(150):
         problem = random_problem(draw, num_requests=12, num_instances=6)
         arguments = sums(problem)
-        ours, loops = fill_arrays(*arguments), fill_plain(*arguments)
+        ours, loops = fill_arrays(*arguments), fill(*arguments)
         assert np.array_equal(ours[0], loops[0])
         feasible = np.isfinite(ours[0])
         assert np.array_equal(ours[1][feasible], loops[1][feasible])
         assert np.array_equal(ours[2][feasible], loops[2][feasible])
+
+
+def test_loops_equal_numpy_to_the_last_bit():
+    check_fill(fill_plain, 5)
+
+
+def test_compiled_loops_equal_numpy_to_the_last_bit():
+    pytest.importorskip("numba")
+    assert fill_loops is not fill_plain
+    check_fill(fill_loops, 6)
+
+
+def test_compiled_plans_are_the_same():
+    pytest.importorskip("numba")
+    draw = random.Random(7)
+    plans = []
+    for _ in range(60):
+        problem = random_problem(draw, num_requests=30, num_instances=8)
+        plans.append(best_plan(problem, compiled=True))
+        assert plans[-1] == best_plan(problem, compiled=False)
+    assert len([plan for plan in plans if plan is not None and len(plan.runs) > 1]) > 15
 
 
 def test_short_prompts_do_not_wait_for_a_long_one():
