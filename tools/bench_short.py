@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from provenance import provenance
 
 from loongd.sched.sib import dump_profile
 from loongd.sim.engine import Options
@@ -105,6 +107,7 @@ def main() -> None:
             )
     result = {
         "what": " ".join((__doc__ or "").split()),
+        "origin": asdict(provenance(ROOT, ("loongd", "etc/profiles", "tools/bench_short.py"))),
         "profile": PROFILE,
         "profile_sha256": hashlib.sha256(profile.encode()).hexdigest(),
         "goals_s": {
