@@ -56,16 +56,16 @@ class LiveRequest:
 
         `num_in_flight` tokens are still to be drawn before it; must be 0 with a penalty.
         """
-        asked, penalised = self.submission.sampling, self.penalised
-        too_early = len(self.generated) + num_in_flight < self.submission.min_tokens
+        submission, penalised = self.submission, self.penalised
+        too_early = len(self.generated) + num_in_flight < submission.min_tokens
         if not too_early and not penalised:
-            return asked
+            return submission.sampling
         assert not (penalised and num_in_flight), "a penalty needs all tokens before"
         return msgspec.structs.replace(
-            asked,
-            banned=sorted(self.submission.stop_token_ids) if too_early else [],
-            history=pack_tokens(self.submission.prompt + self.generated) if penalised else b"",
-            num_prompt_tokens=len(self.submission.prompt),
+            submission.sampling,
+            banned=sorted(submission.stop_token_ids) if too_early else (),
+            history=pack_tokens(submission.prompt + self.generated) if penalised else b"",
+            num_prompt_tokens=len(submission.prompt),
         )
 
     def tokens(self, start: int, count: int) -> bytes:
@@ -118,26 +118,27 @@ def _prefill(item: PrefillItem, request: LiveRequest) -> Extend:
         start=item.start,
         master=None,
         segment=item.segment,
-        keep=list(item.keep),
-        cached=list(item.cached),
-        holders=list(item.holders),
+        keep=item.keep,
+        cached=item.cached,
+        holders=item.holders,
         sampling=request.sampling() if item.samples else None,
-        holder_tokens=list(item.holder_tokens),
+        holder_tokens=item.holder_tokens,
     )
 
 
 def _decode(item: DecodeItem, request: LiveRequest, *, follows: bool) -> Extend:
     """`follows`: the token is still to be drawn, by the step in flight."""
+    # by position, since names cost as much as all the rest
     return Extend(
-        request_id=item.request_id,
-        tokens=b"" if follows else request.tokens(item.position, 1),
-        start=item.position,
-        master=item.master,
-        segment=item.segment,
-        keep=[],
-        cached=list(item.cached),
-        holders=list(item.holders),
-        sampling=request.sampling(num_in_flight=int(follows)),
+        item.request_id,
+        b"" if follows else request.tokens(item.position, 1),
+        item.position,
+        item.master,
+        item.segment,
+        (),
+        item.cached,
+        item.holders,
+        request.sampling(num_in_flight=follows),
     )
 
 
@@ -158,7 +159,7 @@ class StepReports:
         """Take one member's report; True when it was the last."""
         self.missing.discard(report.instance)
         self.elapsed_s = max(self.elapsed_s, report.elapsed_s)
-        self.sampled.update((sampled.request_id, sampled) for sampled in report.sampled)
+        self.sampled.update([(sampled.request_id, sampled) for sampled in report.sampled])
         return not self.missing
 
     @property
@@ -166,11 +167,8 @@ class StepReports:
         """(request, token) in the plan's order; ended requests may be among them."""
         if isinstance(self.plan, MigratePlan):
             return ()
-        return tuple(
-            (item.request_id, self.sampled[item.request_id].token)
-            for item in self.plan.items
-            if item.request_id in self.sampled
-        )
+        found = map(self.sampled.get, [item.request_id for item in self.plan.items])
+        return tuple([(one.request_id, one.token) for one in found if one is not None])
 
     @property
     def num_new_tokens(self) -> int:
@@ -197,6 +195,8 @@ def arrival(submission: Submission, now: float) -> Arrived:
 
 def drawn_token(sampled: Sampled) -> Token:
     """What a worker has drawn, as the front end sees it."""
+    if not sampled.top_ids:
+        return Token(sampled.token, sampled.logprob)
     ids, logprobs = unpack_tokens(sampled.top_ids), array("f")
     logprobs.frombytes(sampled.top_logprobs)
     return Token(sampled.token, sampled.logprob, tuple(zip(ids, logprobs, strict=True)))

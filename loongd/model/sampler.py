@@ -17,6 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,12 +28,12 @@ from loongd.wire import Sampling
 
 _GREEDY_TEMPERATURE = 1e-5
 """Below this, dividing by the temperature overflows and the best token has all the mass."""
+_MASK = (1 << 64) - 1
 _BROKEN = -1
 """Stands for a token, on the device only, where logits were not finite."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(msgspec.Struct, frozen=True, gc=False):
     """A drawn token; `logprob` and `top` (id, log-probability; best first) when asked for.
 
     `token` is None where none can be drawn: a logit is NaN or infinite, or all are banned. That
@@ -49,6 +52,49 @@ def is_plain(params: Sampling | None) -> bool:
     adjusted = params.banned or params.bias or params.history
     greedy = params.temperature < _GREEDY_TEMPERATURE
     return greedy and not adjusted and params.num_logprobs is None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How the rows of a batch are drawn: worked out once, good while the batch decodes on.
+
+    `adjusted` are rows whose logits are changed first; `numbers` (5, B) float64 are temperature,
+    top-k, top-p, min-p and room for a random number, B even; `seeds` (uint64) are mixed once.
+    """
+
+    params: Sequence[Sampling]
+    greedy: bool
+    filtered: bool
+    adjusted: list[int]
+    numbers: npt.NDArray[np.float64]
+    seeds: npt.NDArray[np.uint64]
+    num_logprobs: dict[int, int]
+    """By row, of those that want any."""
+
+    @classmethod
+    def of(cls, params: Sequence[Sampling]) -> Recipe:
+        """Of rows that are drawn like this."""
+        # an even number of columns, so that each row begins at a multiple of 16 bytes, as Triton
+        # takes for granted in what it has compiled
+        rows = [(p.temperature, p.top_k, p.top_p, p.min_p, 0.0) for p in params]
+        numbers = np.array(rows + rows[: len(rows) % 2], np.float64).T
+        return cls(
+            params,
+            greedy=all(p.temperature < _GREEDY_TEMPERATURE for p in params),
+            filtered=any(p.top_k > 0 or p.top_p < 1.0 for p in params),
+            adjusted=[row for row, p in enumerate(params) if p.banned or p.bias or p.history],
+            numbers=np.ascontiguousarray(numbers),
+            seeds=_mix(np.array([p.seed & _MASK for p in params], np.uint64)),
+            num_logprobs={
+                row: p.num_logprobs for row, p in enumerate(params) if p.num_logprobs is not None
+            },
+        )
+
+    def table(self, positions: Sequence[int]) -> npt.NDArray[np.float64]:
+        """`numbers` with the random numbers of these positions."""
+        table = self.numbers.copy()
+        table[4, : len(positions)] = _uniform(self.seeds, np.array(positions, np.uint64))
+        return table
 
 
 class Drawing:
@@ -91,7 +137,7 @@ def sample_once(logits_1V: Tensor) -> None:
 
 @torch.inference_mode()
 def begin_sample(
-    logits_BV: Tensor, params: Sequence[Sampling], positions: Sequence[int]
+    logits_BV: Tensor, params: Sequence[Sampling] | Recipe, positions: Sequence[int]
 ) -> Drawing:
     """Launch the drawing of one token for each row, without waiting for the device.
 
@@ -104,30 +150,23 @@ def begin_sample(
         params: how each row is drawn.
         positions: position that each drawn token will have in its request.
     """
-    adjusted_BV = _adjust(logits_BV, params)
-    if all(p.temperature < _GREEDY_TEMPERATURE for p in params):
+    recipe = params if isinstance(params, Recipe) else Recipe.of(params)
+    adjusted_BV = _adjust(logits_BV, recipe)
+    if recipe.greedy:
         tokens_B = best_tokens(adjusted_BV)
     else:
-        rows = [_row(p, position) for p, position in zip(params, positions, strict=True)]
-        # an even number of columns, so that each row begins at a multiple of 16 bytes, as Triton
-        # takes for granted in what it has compiled
-        columns = zip(*rows, *rows[: len(rows) % 2], strict=True)
-        table = _send(list(columns), torch.float64, logits_BV.device)
-        temperature_B, top_k_B, top_p_B, min_p_B, uniform_B = table[:, : len(rows)]
-        filtered = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
+        table = _send(recipe.table(positions), torch.float64, logits_BV.device)
+        temperature_B, top_k_B, top_p_B, min_p_B, uniform_B = table[:, : len(positions)]
+        filtered = recipe.filtered
         tokens_B = draw_tokens(
             adjusted_BV, temperature_B, top_k_B, top_p_B, min_p_B, uniform_B, filtered=filtered
         )
-    return Drawing(tokens_B, _logprobs(logits_BV, params, tokens_B))
-
-
-def _row(p: Sampling, position: int) -> tuple[float, ...]:
-    return p.temperature, p.top_k, p.top_p, p.min_p, _uniform(p.seed, position)
+    return Drawing(tokens_B, _logprobs(logits_BV, recipe.num_logprobs, tokens_B))
 
 
 def _send(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on their way to the device; nothing waits for them but what uses them."""
-    host = torch.tensor(values, dtype=dtype)
+    host = torch.as_tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
@@ -138,14 +177,13 @@ def _fetch(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
-def _adjust(logits_BV: Tensor, params: Sequence[Sampling]) -> Tensor:
+def _adjust(logits_BV: Tensor, recipe: Recipe) -> Tensor:
     """Logits with bias, banned ids and penalties applied; the same tensor when none is on."""
-    rows = [row for row, p in enumerate(params) if p.banned or p.bias or p.history]
-    if not rows:
+    if not recipe.adjusted:
         return logits_BV
     adjusted_BV = logits_BV.to(torch.float32, copy=True)
-    for row in rows:
-        logits_V, p = adjusted_BV[row], params[row]
+    for row in recipe.adjusted:
+        logits_V, p = adjusted_BV[row], recipe.params[row]
         # ids beyond the vocabulary can never be drawn: nothing to adjust
         bias = [(token, value) for token, value in p.bias if 0 <= token < len(logits_V)]
         if bias:
@@ -197,9 +235,8 @@ class _Logprobs:
                 drawn[row] = Drawn(drawn[row].token, chosen[i], top)
 
 
-def _logprobs(logits_BV: Tensor, params: Sequence[Sampling], tokens_B: Tensor) -> _Logprobs | None:
+def _logprobs(logits_BV: Tensor, wanted: dict[int, int], tokens_B: Tensor) -> _Logprobs | None:
     """Log-probabilities for the rows that want them."""
-    wanted = {row: p.num_logprobs for row, p in enumerate(params) if p.num_logprobs is not None}
     if not wanted:
         return None
     rows, nums = list(wanted), list(wanted.values())
@@ -211,18 +248,19 @@ def _logprobs(logits_BV: Tensor, params: Sequence[Sampling], tokens_B: Tensor) -
     return _Logprobs(rows, nums, (chosen_R, top.indices, top.values))
 
 
-def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from seed and position alone: two rounds of SplitMix64.
+def _uniform(
+    mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) from seeds and positions alone: two rounds of SplitMix64.
 
     52 bits, so that the number times any total stays below the total in float64.
     """
-    return (_mix(_mix(seed) ^ position) >> 12) * 2.0**-52
+    return (_mix(mixed_seeds ^ positions) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
-def _mix(x: int) -> int:
-    """One SplitMix64 step (Steele, Lea and Flood, OOPSLA 2014) on the low 64 bits of `x`."""
-    mask = (1 << 64) - 1
-    x = (x + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """One SplitMix64 step (Steele, Lea and Flood, OOPSLA 2014) of each number."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -54,16 +54,17 @@ class _Graph:
     def __init__(self, run: Callable[[], None], numbers: Tensor, pool: Any) -> None:
         self._numbers = numbers
         self._graph = torch.cuda.CUDAGraph()
-        self._stages = deque(
+        stages = [
             torch.zeros(numbers.shape, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)
-        )
+        ]
+        self._stages = deque((stage, stage.numpy()) for stage in stages)
         # other threads of the process (NCCL's watchdog) may call CUDA meanwhile
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             run()
 
     def replay(self, values: npt.NDArray[np.int32]) -> None:
-        stage = self._stages[0]
+        stage, seen = self._stages[0]
         self._stages.rotate(-1)
-        stage.numpy()[..., : values.shape[-1]] = values
+        seen[..., : values.shape[-1]] = values
         self._numbers.copy_(stage, non_blocking=True)
         self._graph.replay()

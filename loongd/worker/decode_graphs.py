@@ -23,7 +23,7 @@ from loongd.kernels.merge import merge_state_
 from loongd.kernels.pool import rope_store_kv
 from loongd.kernels.sampling import best_tokens
 from loongd.model.llama import Llama
-from loongd.model.sampler import Drawing, Drawn, sample_once
+from loongd.model.sampler import Drawing, sample_once
 from loongd.worker.captured import STAGES, Captured, capture, graph_pool
 from loongd.worker.decode_layout import (
     BEGIN,
@@ -165,25 +165,26 @@ class DecodeStep:
 class DecodeFlight:
     """A step that the device works on: its tokens are on their way to `tokens_B`."""
 
-    def __init__(self, tokens_B: Tensor, num_rows: int) -> None:
+    def __init__(self, tokens_B: Tensor, *, on_gpu: bool) -> None:
+        """`tokens_B` is on the host; where there is no GPU, it is there already."""
         self._tokens_B = tokens_B
-        self._num_rows = num_rows
-        self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done.record()
+        self._done: Any = None
+        if on_gpu:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
 
     def ready(self) -> bool:
         """Whether the device is through."""
-        done: bool = self._done.query()
+        done: bool = self._done is None or self._done.query()
         return done
 
-    def finish(self) -> list[Drawn]:
-        """The own rows' tokens, in order. Raises RuntimeError for what failed on the device."""
-        self._done.synchronize()
-        return _drawn(self._tokens_B[: self._num_rows])
-
-
-def _drawn(tokens_B: Tensor) -> list[Drawn]:
-    return [Drawn(token if token >= 0 else None) for token in tokens_B.tolist()]
+    def finish(self) -> list[int]:
+        """The own rows' tokens, in order, negative for none. Raises RuntimeError for what failed
+        on the device."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._tokens_B.tolist()
+        return tokens
 
 
 class DecodeGraphs:
@@ -225,7 +226,7 @@ class DecodeGraphs:
 
     def launch(
         self, rows: DecodeRows, draw: Callable[[Tensor], Drawing] | None
-    ) -> DecodeFlight | Drawing | list[Drawn]:
+    ) -> DecodeFlight | Drawing:
         """Start a step. With `draw`, tokens come from it and the logits (B, V), queued behind them.
 
         Otherwise each row's best token is drawn on the device.
@@ -233,20 +234,18 @@ class DecodeGraphs:
         self._parts.table.upload()
         step, graph = self._graph(rows.shape)
         graph.replay(rows.columns)
-        num_rows = len(rows.own)
+        num_rows = len(rows.positions)
         logits_BV = step.logits_BV
         if draw is not None and num_rows and logits_BV is not None:
             # the next replay overwrites the logits, but only after what is launched here
             drawing = draw(logits_BV[:num_rows])
             self.drawn_B[:num_rows].copy_(drawing.tokens_B)
             return drawing
-        if not self._on_gpu:
-            return _drawn(self.drawn_B[:num_rows])
-        tokens_B = self._tokens[0]
+        tokens_B = self._tokens[0][:num_rows]
         self._tokens.rotate(-1)
         if num_rows:
-            tokens_B[:num_rows].copy_(self.drawn_B[:num_rows], non_blocking=True)
-        return DecodeFlight(tokens_B, num_rows)
+            tokens_B.copy_(self.drawn_B[:num_rows], non_blocking=True)
+        return DecodeFlight(tokens_B, on_gpu=self._on_gpu)
 
     def _graph(self, shape: DecodeShape) -> tuple[DecodeStep, Captured]:
         known = self._graphs.get(shape)

@@ -12,12 +12,15 @@ nothing get an empty answer. So the shape of a step is few numbers, and steps re
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from loongd.wire import Extend, RunStep, unpack_tokens
+from loongd.model.sampler import Recipe, is_plain
+from loongd.wire import Extend, RunStep, Sampling
 from loongd.worker.slot_table import SlotTable
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -48,25 +51,99 @@ class DecodeShape:
         return bool(self.asks or self.answers)
 
 
+_same = attrgetter("request_id", "master", "segment", "cached", "holders", "sampling")
+_NO_TOKEN = bytes(4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeBatch:
+    """What the decode steps of one batch have in common, for one member.
+
+    `own` are the positions in the batch of the requests that this member is master of, `requests`
+    and `extends` their names and what the first of the steps said of them. `asked` are those of
+    which older tokens are here and another member is master; `asked_rows` are their columns' first
+    rows and their rows among that master's.
+    """
+
+    members: list[int]
+    same: list[tuple[object, ...]]
+    shape: DecodeShape
+    own: list[int]
+    requests: list[str]
+    extends: list[Extend]
+    asked: list[Extend]
+    asked_rows: tuple[list[int], list[int]]
+    recipe: Recipe | None
+    """How the own rows are drawn; None where the best logits alone decide."""
+
+    @classmethod
+    def of(
+        cls, step: RunStep, rank: int, shape: DecodeShape, same: list[tuple[object, ...]]
+    ) -> DecodeBatch:
+        """The batch of a step with this shape; `same` as `what_stays` gives it."""
+        own: list[int] = []
+        asked: list[Extend] = []
+        asked_rows: tuple[list[int], list[int]] = [], []
+        first = {member: NUM_COLUMNS + 2 * i for i, member in enumerate(shape.answers)}
+        num_rows: Counter[int | None] = Counter()
+        for number, extend in enumerate(step.batch):
+            master = extend.master
+            if master == rank:
+                own.append(number)
+            elif master in first and rank in extend.holders:
+                asked.append(extend)
+                asked_rows[0].append(first[master])
+                asked_rows[1].append(num_rows[master])
+            num_rows[master] += 1
+        extends = [step.batch[number] for number in own]
+        return cls(
+            step.members,
+            same,
+            shape,
+            own,
+            [extend.request_id for extend in extends],
+            extends,
+            asked,
+            asked_rows,
+            _recipe(extends),
+        )
+
+    def goes_on(self, step: RunStep, same: list[tuple[object, ...]]) -> bool:
+        """Whether it is this batch that the step decodes, one token a request."""
+        return same == self.same and step.members == self.members and not _is_long(step)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """A step's numbers: `columns` (columns, bucket) int32; `grown` as in `StepLayout`."""
+    """A step's numbers: `columns` (columns, bucket) int32; `positions` of the own rows' tokens."""
 
-    shape: DecodeShape
+    batch: DecodeBatch
     columns: npt.NDArray[np.int32]
-    own: tuple[Extend, ...]
-    grown: tuple[tuple[int, int], ...]
+    positions: list[int]
+
+    @property
+    def shape(self) -> DecodeShape:
+        return self.batch.shape
+
+
+def what_stays(step: RunStep) -> list[tuple[object, ...]]:
+    """Of each request what does not change while the batch decodes on."""
+    return list(map(_same, step.batch))
 
 
 def shape_of(step: RunStep, rank: int) -> DecodeShape | None:
     """The step's shape for this member; None when no graph has that shape."""
+    if _is_long(step):
+        return None
+    # masters and holders have few values, requests are many
+    pairs = Counter([(extend.master, tuple(extend.holders)) for extend in step.batch])
     counts: Counter[int] = Counter()
     asked: set[tuple[int, int]] = set()
-    for extend in step.batch:
-        if extend.master is None or len(extend.tokens) > 4:
+    for (master, holders), count in pairs.items():
+        if master is None:
             return None
-        counts[extend.master] += 1
-        asked.update((extend.master, holder) for holder in extend.holders)
+        counts[master] += count
+        asked.update((master, holder) for holder in holders)
     asks = tuple(m for m in step.members if m != rank and (rank, m) in asked)
     answers = tuple(m for m in step.members if m != rank and (m, rank) in asked)
     # members that exchange rows must agree on their number: all take the largest's
@@ -80,55 +157,53 @@ def shape_of(step: RunStep, rank: int) -> DecodeShape | None:
 
 
 def lay_out_rows(
-    step: RunStep,
-    rank: int,
-    shape: DecodeShape,
-    table: SlotTable,
-    grown: list[tuple[int, int]],
-    *,
-    drawn_rows: dict[str, int],
+    step: RunStep, batch: DecodeBatch, table: SlotTable, *, drawn_rows: Mapping[str, int]
 ) -> DecodeRows:
     """The step's numbers for this member, with a slot taken for each own row.
 
     Args:
-        shape: `shape_of` the step.
+        batch: that of the step; the same object as for the step before saves work.
         table: this member's slots.
-        grown: gets (segment, 1) for each slot taken, also when this raises.
         drawn_rows: by request, the row of the step before that has drawn its token; asked for
             requests whose token is not in the message.
 
-    Raises PlanError when no slot is free.
+    Raises PlanError when too few slots are free; then none is taken.
     """
     table.begin_step(len(step.batch))
-    height, scratch = NUM_COLUMNS + 2 * len(shape.answers), table.scratch
-    # lists, because numpy takes a microsecond for each number that it is given alone
-    own_rows: list[tuple[int, ...]] = []
-    asked: dict[int, list[tuple[int, int]]] = {member: [] for member in shape.answers}
-    own: list[Extend] = []
-    for extend in step.batch:
-        master = extend.master
-        if master == rank:
-            slot, begin, end = table.grow(extend)
-            grown.append((extend.segment, 1))
-            token, source = _token(extend, drawn_rows)
-            own_rows.append((token, source, extend.start, slot, end - 1, begin, end))
-            own.append(extend)
-        elif master in asked:
-            held = table.older(extend) if rank in extend.holders else (0, 0)
-            asked[master].append(held)
-    columns = np.zeros((height, shape.bucket), np.int32)
-    columns[SOURCE, len(own) :] = columns[SLOT, len(own) :] = -1
-    columns[ENTRY, len(own) :] = scratch
-    if own:
-        columns[:NUM_COLUMNS, : len(own)] = np.array(own_rows, np.int32).T
-    for number, rows in enumerate(asked.values()):
-        first = NUM_COLUMNS + 2 * number
-        columns[first : first + 2, : len(rows)] = np.array(rows, np.int32).T
-    return DecodeRows(shape, columns, tuple(own), tuple(grown))
+    shape = batch.shape
+    columns = np.zeros((NUM_COLUMNS + 2 * len(shape.answers), shape.bucket), np.int32)
+    if batch.asked:
+        # before own rows: nothing may have been added
+        rows, places = batch.asked_rows
+        first = np.array(rows)
+        columns[first, places], columns[first + 1, places] = table.older(batch.asked)
+    num_own = len(batch.own)
+    if num_own < shape.bucket:
+        columns[SOURCE, num_own:] = columns[SLOT, num_own:] = -1
+        columns[ENTRY, num_own:] = table.scratch
+    if not num_own:
+        return DecodeRows(batch, columns, [])
+    own = list(map(step.batch.__getitem__, batch.own))
+    positions = [extend.start for extend in own]
+    tokens = b"".join([extend.tokens or _NO_TOKEN for extend in own])
+    sources = [-1 if e.tokens else drawn_rows[e.request_id] for e in own]
+    slots, begins, ends = table.grow(batch.extends, positions)
+    columns[TOKEN, :num_own] = np.frombuffer(tokens, "<i4")
+    columns[SOURCE, :num_own] = sources
+    columns[POSITION, :num_own] = positions
+    columns[SLOT, :num_own] = slots
+    columns[ENTRY, :num_own] = ends - 1
+    columns[BEGIN, :num_own] = begins
+    columns[END, :num_own] = ends
+    return DecodeRows(batch, columns, positions)
 
 
-def _token(extend: Extend, drawn_rows: dict[str, int]) -> tuple[int, int]:
-    """(token, -1), or (0, row that has drawn it)."""
-    if extend.tokens:
-        return unpack_tokens(extend.tokens)[0], -1
-    return 0, drawn_rows[extend.request_id]
+def _is_long(step: RunStep) -> bool:
+    """Whether any request has several new tokens."""
+    return max(map(len, [extend.tokens for extend in step.batch]), default=0) > len(_NO_TOKEN)
+
+
+def _recipe(extends: list[Extend]) -> Recipe | None:
+    if all(is_plain(extend.sampling) for extend in extends):
+        return None
+    return Recipe.of([extend.sampling or Sampling() for extend in extends])

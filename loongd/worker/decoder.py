@@ -16,18 +16,20 @@ from torch import Tensor
 
 from loongd.kernels.dispatch import has_triton
 from loongd.model.llama import Llama
-from loongd.model.sampler import Drawing, begin_sample, is_plain
+from loongd.model.sampler import Drawing, begin_sample
 from loongd.model.spec import ModelSpec
-from loongd.wire import Extend, RunStep, Sampling
+from loongd.wire import RunStep
 from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decode_layout import (
     BUCKETS,
     MAX_EXCHANGED_ROWS,
-    DecodeShape,
+    DecodeBatch,
+    DecodeRows,
     lay_out_rows,
     shape_of,
+    what_stays,
 )
-from loongd.worker.flight import Airborne, Flight, Landed, report
+from loongd.worker.flight import Airborne, Coming, Flight, Landed
 from loongd.worker.kvcache import KvCache
 from loongd.worker.peers import PeerMemory, buffer_bytes, map_buffers
 from loongd.worker.slot_table import SlotTable
@@ -58,6 +60,7 @@ class Decoder:
         self._rank = rank
         self._step_id = 0
         self._rows: dict[str, int] = {}
+        self._batch: DecodeBatch | None = None
 
     @classmethod
     def build(
@@ -97,12 +100,16 @@ class Decoder:
         """Capture the most common steps; yields the fraction done."""
         return self._graphs.capture(_CAPTURED, self._rank)
 
-    def shape_of(self, step: RunStep) -> DecodeShape | None:
-        """The step's shape; None when it must run another way, on all of its members."""
+    def batch_of(self, step: RunStep) -> DecodeBatch | None:
+        """The step's batch; None when it must run another way, on all of its members."""
+        last, same = self._batch, what_stays(step)
+        if last is not None and last.goes_on(step, same):
+            return last
         shape = shape_of(step, self._rank)
         if shape is None or (shape.exchanges and not self._graphs.has_peers):
             return None
-        return shape
+        self._batch = DecodeBatch.of(step, self._rank, shape, same)
+        return self._batch
 
     def has_drawn(self, step_id: int) -> bool:
         """Whether that step's tokens are on the device."""
@@ -112,30 +119,30 @@ class Decoder:
         """These segments are freed."""
         self._table.forget(segments)
 
-    def launch(self, step: RunStep, shape: DecodeShape) -> Flight:
+    def launch(self, step: RunStep, batch: DecodeBatch) -> Flight:
         """Start a step. Raises PlanError when the pool is full; the pool is then as before."""
-        if not shape.owns and not shape.answers:
+        if not batch.shape.owns and not batch.shape.answers:
             self._step_id, self._rows = step.step_id, {}
             return Landed([])
-        grown: list[tuple[int, int]] = []
+        rows = lay_out_rows(step, batch, self._table, drawn_rows=self._rows)
         with ExitStack() as undo:
-            undo.callback(self._take_back, grown)
-            rows = lay_out_rows(step, self._rank, shape, self._table, grown, drawn_rows=self._rows)
-            plain = all(is_plain(extend.sampling) for extend in rows.own)
+            undo.callback(self._take_back, batch)
             self._step_id = step.step_id
-            self._rows = {extend.request_id: row for row, extend in enumerate(rows.own)}
-            flown = self._graphs.launch(rows, None if plain else _drawer(rows.own))
+            self._rows = {request: row for row, request in enumerate(batch.requests)}
+            flown = self._graphs.launch(rows, _drawer(rows))
             undo.pop_all()
-        if isinstance(flown, list):
-            return Landed(report(rows.own, flown))
-        return Airborne(flown, rows.own)
+        if isinstance(flown, Drawing):
+            return Airborne(flown, batch.extends)
+        return Coming(flown, batch.requests)
 
-    def _take_back(self, grown: list[tuple[int, int]]) -> None:
-        for segment, count in reversed(grown):
-            self._kv.truncate(segment, count)
+    def _take_back(self, batch: DecodeBatch) -> None:
+        for extend in batch.extends:
+            self._kv.truncate(extend.segment, 1)
 
 
-def _drawer(own: tuple[Extend, ...]) -> Callable[[Tensor], Drawing]:
-    params = [extend.sampling or Sampling() for extend in own]
-    positions = [extend.start + 1 for extend in own]
-    return lambda logits_BV: begin_sample(logits_BV, params, positions)
+def _drawer(rows: DecodeRows) -> Callable[[Tensor], Drawing] | None:
+    recipe = rows.batch.recipe
+    if recipe is None:
+        return None
+    positions = [position + 1 for position in rows.positions]
+    return lambda logits_BV: begin_sample(logits_BV, recipe, positions)

@@ -82,6 +82,35 @@ class Airborne:
         return report(self._extends, self._draws.finish())
 
 
+class Best(Protocol):
+    """Tokens that the device works out, with nothing to tell of them but what they are."""
+
+    def ready(self) -> bool:
+        """Whether `finish` returns at once."""
+
+    def finish(self) -> list[int]:
+        """Wait for the device; negative for none. Raises RuntimeError for what failed there."""
+
+
+class Coming:
+    """A step that the device works on, and the requests whose tokens it will give, in order."""
+
+    def __init__(self, best: Best, requests: Sequence[str]) -> None:
+        self._best = best
+        self._requests = requests
+
+    def ready(self) -> bool:
+        return self._best.ready()
+
+    def wait(self) -> list[Sampled]:
+        tokens = self._best.finish()
+        return [
+            Sampled(request_id, token)
+            for request_id, token in zip(self._requests, tokens, strict=True)
+            if token >= 0
+        ]
+
+
 def report(extends: Sequence[Extend], drawn: Sequence[Drawn]) -> list[Sampled]:
     """The daemon's form of drawn tokens; requests for which none could be drawn are left out."""
     return [
@@ -89,8 +118,8 @@ def report(extends: Sequence[Extend], drawn: Sequence[Drawn]) -> list[Sampled]:
             request_id=extend.request_id,
             token=token,
             logprob=one.logprob,
-            top_ids=array("i", [token for token, _ in one.top]).tobytes(),
-            top_logprobs=array("f", [logprob for _, logprob in one.top]).tobytes(),
+            top_ids=array("i", [token for token, _ in one.top]).tobytes() if one.top else b"",
+            top_logprobs=array("f", [value for _, value in one.top]).tobytes() if one.top else b"",
         )
         for extend, one in zip(extends, drawn, strict=True)
         if (token := one.token) is not None

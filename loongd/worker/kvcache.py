@@ -33,11 +33,12 @@ class _Segment:
         self.length = end
 
     def append_one(self, slot: int, position: int) -> None:
-        end = self.length + 1
-        self._make_room(end)
-        self.slots[end - 1] = slot
-        self.positions[end - 1] = position
-        self.length = end
+        end = self.length
+        if end == len(self.slots):
+            self._make_room(end + 1)
+        self.slots[end] = slot
+        self.positions[end] = position
+        self.length = end + 1
 
     def _make_room(self, end: int) -> None:
         if end > len(self.slots):
@@ -68,6 +69,8 @@ class KvCache:
         self._segments: dict[int, _Segment] = {}
         self.rewrites = 0
         """Grows whenever a segment changes other than by growth at its end, or by its end."""
+        self.changes = 0
+        """Grows whenever any segment changes."""
 
     @property
     def total(self) -> int:
@@ -100,6 +103,7 @@ class KvCache:
             self._segments[segment] = _Segment(slots.copy(), positions.copy(), len(slots))
         else:
             known.append(slots, positions)
+        self.changes += 1
         return slots
 
     def adopt(self, segment: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -110,19 +114,24 @@ class KvCache:
         self.rewrites += 1
         return self.extend(segment, positions)
 
-    def extend_one(self, segment: int, position: int, *, after: Sequence[int]) -> int:
-        """The slot of one new token, as `extend` gives it. Raises PlanError when none is free."""
-        known = self._segments.get(segment)
-        if known is not None and known.length:
-            last: int | None = int(known.slots[known.length - 1])
-        else:
-            last = self._last_slot(after)
-        slot = self._free.allocate_one(after=last)
-        if known is None:
-            empty = np.empty(0, np.int64)
-            known = self._segments[segment] = _Segment(empty, empty, 0)
-        known.append_one(slot, position)
-        return slot
+    def extend_each(
+        self, segments: Sequence[int], positions: Sequence[int], last: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """The slot of one new token of each of these segments, which are of different requests.
+
+        `last` (int64) are the requests' last slots, or `slots.ANYWHERE`: the new ones go behind
+        them if that place is free. Raises PlanError when too few are free, and takes none.
+        """
+        slots = self._free.allocate_each(last)
+        known = self._segments
+        for segment, slot, position in zip(segments, slots.tolist(), positions, strict=True):
+            one = known.get(segment)
+            if one is None:
+                empty = np.empty(0, np.int64)
+                one = known[segment] = _Segment(empty, empty, 0)
+            one.append_one(slot, position)
+        self.changes += 1
+        return slots
 
     def length_of(self, segment: int) -> int:
         """Tokens of a segment that are here."""
@@ -132,6 +141,7 @@ class KvCache:
     def truncate(self, segment: int, count: int) -> None:
         """Take back the newest `count` tokens of a segment (a step that failed, KV that moved)."""
         self.rewrites += 1
+        self.changes += 1
         known = self._segments[segment]
         keep = known.length - count
         self._free.free(known.slots[keep : known.length])
@@ -162,6 +172,7 @@ class KvCache:
         for segment in segments:
             known = self._segments.pop(segment, None)
             if known is not None:
+                self.changes += 1
                 self._free.free(known.slots[: known.length])
 
     def keep(self, segments: Sequence[int]) -> None:

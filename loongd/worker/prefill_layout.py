@@ -87,7 +87,7 @@ def bucket_of(step: RunStep, rank: int) -> int | None:
     total = pairs = 0
     for extend in step.batch:
         count = len(extend.tokens) // 4
-        if count == 0 or (extend.start > 0) != (extend.holders == [rank]):
+        if count == 0 or (extend.start > 0) != (list(extend.holders) == [rank]):
             return None
         total += count
         pairs += count * (extend.start + count) if count >= QUERY_SIZES[-1] else 0

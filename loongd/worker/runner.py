@@ -227,9 +227,9 @@ class Runner:
         if decoder is None or not decoder.has_drawn(step.follows):
             step = self._last.fill(step)
         if decoder is not None:
-            rows = decoder.shape_of(step)
-            if rows is not None:
-                return decoder.launch(step, rows)
+            batch = decoder.batch_of(step)
+            if batch is not None:
+                return decoder.launch(step, batch)
         if prefiller is not None:
             bucket = prefiller.shape_of(step)
             if bucket is not None:

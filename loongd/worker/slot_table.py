@@ -7,10 +7,14 @@ Does not know: steps, K and V, why a request grows.
 A region is written anew when what it says cannot be right any more: KV that has moved, a step that
 ran another way, no room left. The table has room for everything twice; when its end is reached,
 all regions are dropped and come back as they are asked for.
+
+The requests of the last decode step are kept as columns of numbers. While the very same ones decode
+again and nothing else happens to the pool, their regions are not looked at one by one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +23,7 @@ import torch
 
 from loongd.wire import Extend
 from loongd.worker.kvcache import KvCache
+from loongd.worker.slots import ANYWHERE
 
 _LEAST_ROOM = 64
 _ROOM_SHARE = 8
@@ -35,6 +40,28 @@ class _Region:
     rewrites: int
     tail: tuple[int, int]
     """(last segment, its tokens here) as of the last look."""
+    last: int
+    """The last slot, or `slots.ANYWHERE`."""
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """Requests that decode together; columns (int64) have a row for each.
+
+    While they are here, their regions' own `length` and `tail` are out of date.
+    """
+
+    extends: Sequence[Extend]
+    regions: list[_Region]
+    segments: list[int]
+    begins: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    room: int
+    """Steps until the first region is full."""
+    tails: npt.NDArray[np.int64]
+    """Tokens of the newest segment that are here."""
+    last: npt.NDArray[np.int64]
+    """Last slots."""
 
 
 class SlotTable:
@@ -51,6 +78,10 @@ class SlotTable:
         self._end = 0
         self._regions: dict[int, _Region] = {}
         self._writes: list[tuple[int, npt.NDArray[np.int64]]] = []
+        self._decoding: _Decoding | None = None
+        self._older: tuple[Sequence[Extend], npt.NDArray[np.int64]] | None = None
+        self._changes = 0
+        """The pool's, as of when the two were right."""
 
     def begin_step(self, num_requests: int, new_tokens: int = 0) -> None:
         """Make sure that the step's requests have room, come what may.
@@ -61,31 +92,51 @@ class SlotTable:
         needed = _room(used) + 2 * _LEAST_ROOM * num_requests
         if self._end + needed > self._most:
             self._regions.clear()
+            self._decoding = self._older = None
             self._end = 0
 
-    def older(self, extend: Extend) -> tuple[int, int]:
-        """(first, end) of the request's older slots in the table; nothing may be added yet."""
-        region = self._find(extend)
-        return region.begin, region.begin + region.length
+    def older(self, extends: Sequence[Extend]) -> npt.NDArray[np.int64]:
+        """(2, requests): first and end of each request's older slots in the table; nothing may be
+        added yet. The same object is taken for the same requests, as in `grow`."""
+        if self._older is not None and self._older[0] is extends and self._is_unchanged():
+            return self._older[1]
+        self._settle()
+        regions = [self._find(extend) for extend in extends]
+        held = np.array([(r.begin, r.begin + r.length) for r in regions], np.int64).reshape(-1, 2).T
+        self._older = extends, held
+        self._changes = self._kv.changes
+        return held
 
-    def grow(self, extend: Extend) -> tuple[int, int, int]:
-        """(slot, first, end) of a request with one new token, whose slot is taken.
+    def grow(
+        self, extends: Sequence[Extend], positions: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(slots, first, end) of requests with one new token each, whose slots are taken.
 
-        The step must write the slot as the last entry. Raises PlanError when no slot is free.
+        The step must write each slot as the last entry. The same `extends` object means the same
+        requests and segments as in the step before, whatever else its members say: `positions`
+        are those of the new tokens. Raises PlanError when too few are free; then none is taken.
         """
-        region = self._find(extend)
-        if region.length == region.capacity:
-            region = self._write(extend)
-        slot = self._kv.extend_one(extend.segment, extend.start, after=extend.cached)
-        region.length += 1
-        region.tail = (extend.segment, self._kv.length_of(extend.segment))
-        return slot, region.begin, region.begin + region.length
+        rows = self._decoding
+        if rows is None or rows.extends is not extends or not rows.room or not self._is_unchanged():
+            if not self._is_unchanged():
+                self._older = None
+            self._settle()
+            rows = self._gather(extends)
+        slots = self._kv.extend_each(rows.segments, positions, rows.last)
+        rows.lengths += 1
+        rows.tails += 1
+        rows.room -= 1
+        rows.last = slots
+        self._decoding = rows
+        self._changes = self._kv.changes
+        return slots, rows.begins, rows.begins + rows.lengths
 
     def grow_by(self, extend: Extend, count: int) -> tuple[npt.NDArray[np.int64], int, int]:
         """(slots, first, end) of a request with `count` new tokens, whose slots are taken.
 
         The step must write the slots as the last entries. Raises PlanError when too few are free.
         """
+        self._settle()
         region = self._find(extend, count)
         if region.length + count > region.capacity:
             region = self._write(extend, count)
@@ -93,6 +144,7 @@ class SlotTable:
         slots = self._kv.extend(extend.segment, positions, after=extend.cached)
         region.length += count
         region.tail = (extend.segment, self._kv.length_of(extend.segment))
+        region.last = int(slots[-1]) if count else region.last
         return slots, region.begin, region.begin + region.length
 
     def forget(self, segments: list[int]) -> None:
@@ -106,6 +158,37 @@ class SlotTable:
             part = torch.from_numpy(slots.astype(np.int32))
             self.slots_S[begin : begin + len(slots)].copy_(part)
         self._writes.clear()
+
+    def _is_unchanged(self) -> bool:
+        return self._changes == self._kv.changes
+
+    def _gather(self, extends: Sequence[Extend]) -> _Decoding:
+        """The requests' regions, each with room for one more, as columns."""
+        regions = [self._find(extend) for extend in extends]
+        for row, (extend, region) in enumerate(zip(extends, regions, strict=True)):
+            if region.length == region.capacity:
+                regions[row] = self._write(extend)
+        segments = [extend.segment for extend in extends]
+        return _Decoding(
+            extends,
+            regions,
+            segments,
+            begins=np.array([region.begin for region in regions], np.int64),
+            lengths=np.array([region.length for region in regions], np.int64),
+            room=min((region.capacity - region.length for region in regions), default=0),
+            tails=np.array([self._kv.length_of(segment) for segment in segments], np.int64),
+            last=np.array([region.last for region in regions], np.int64),
+        )
+
+    def _settle(self) -> None:
+        """Bring the regions of the last decode step up to date."""
+        rows, self._decoding = self._decoding, None
+        if rows is None:
+            return
+        numbers = np.stack((rows.lengths, rows.tails, rows.last), axis=1).tolist()
+        columns = zip(rows.regions, rows.segments, numbers, strict=True)
+        for region, segment, (length, tokens, last) in columns:
+            region.length, region.tail, region.last = length, (segment, tokens), last
 
     def _find(self, extend: Extend, more: int = 0) -> _Region:
         region = self._regions.get(_anchor(extend))
@@ -127,6 +210,7 @@ class SlotTable:
             length=len(slots),
             rewrites=self._kv.rewrites,
             tail=(last, self._kv.length_of(last)),
+            last=int(slots[-1]) if len(slots) else ANYWHERE,
         )
         self._end += region.capacity
         self._regions[_anchor(extend)] = region

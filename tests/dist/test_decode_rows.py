@@ -201,8 +201,8 @@ def _pool(num_slots: int) -> KvCache:
 def _grown(table: SlotTable, extend: Extend, count: int | None) -> tuple[int, int]:
     """The region after a step with `count` new tokens, or a decode step, has written into it."""
     if count is None:
-        slot, begin, end = table.grow(extend)
-        slots = np.array([slot])
+        slots, begins, ends = table.grow([extend], [extend.start])
+        begin, end = int(begins[0]), int(ends[0])
     else:
         slots, begin, end = table.grow_by(extend, count)
     table.upload()
@@ -234,7 +234,7 @@ def test_table_says_what_the_pool_says(data: st.DataObject) -> None:
             extend = _extend(cached, segment, length)
             count = data.draw(st.integers(1, min(20, kv.num_free))) if what == "chunk" else 1
             table.begin_step(1, count)
-            begin, end = table.older(extend)
+            begin, end = table.older([extend])[:, 0].tolist()
             table.upload()
             assert table.slots_S[begin:end].tolist() == kv.slots_of(cached).tolist()
             if what == "free":

@@ -307,7 +307,7 @@ def test_no_graph_for_other_steps() -> None:
     step = RunStep(step_id=1, epoch=1, members=[0], batch=[one])
     assert bucket_of(step, 0) == BUCKETS[0]
     assert bucket_of(replace(step, members=[0, 1]), 0) is None
-    assert bucket_of(replace(step, batch=[one] * MOST_REQUESTS), 0) == 192
+    assert bucket_of(replace(step, batch=[one] * MOST_REQUESTS), 0) == 256
     assert bucket_of(replace(step, batch=[one] * (MOST_REQUESTS + 1)), 0) is None
     assert bucket_of(replace(step, batch=[_extend(1024, start=0)]), 0) == BUCKETS[-1]
     assert bucket_of(replace(step, batch=[_extend(1025, start=0)]), 0) is None

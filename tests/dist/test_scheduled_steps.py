@@ -191,7 +191,7 @@ def test_a_chunk_over_a_short_prefix_held_elsewhere_passes_keys(llama_dir: Path)
     (sent,) = rig.sent
     assert isinstance(sent, tuple)
     _, message = sent
-    assert (message.batch[0].holders, message.batch[0].holder_tokens) == ([0], [4])
+    assert (message.batch[0].holders, message.batch[0].holder_tokens) == ((0,), (4,))
     spec, pool = cluster.spec, cluster.pools[1]
     row_bytes = RowBytes.of(spec.num_heads, spec.num_kv_heads, spec.head_dim, 4)
     layout = lay_out(message, 1, pool, row_bytes=row_bytes, windowed=False)

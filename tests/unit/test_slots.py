@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loongd.errors import PlanError
-from loongd.worker.slots import GROWTH, LONG, SlotAllocator
+from loongd.worker.slots import ANYWHERE, GROWTH, LONG, SlotAllocator
 
 
 @given(
@@ -26,7 +26,7 @@ def test_every_slot_has_one_owner(total: int, moves: list[tuple[int, bool, int]]
             with pytest.raises(PlanError):
                 slots.allocate(count, after=after)
         elif count == 1:
-            owned.append(np.array([slots.allocate_one(after=after)]))
+            owned.append(slots.allocate_each(np.array([ANYWHERE if after is None else after])))
         elif count:
             owned.append(slots.allocate(count, after=after))
         slots.check()
@@ -43,14 +43,43 @@ def test_chunks_of_two_long_prompts_stay_runs_among_short_ones() -> None:
     for number in range(20):
         short = slots.allocate(100 + 37 * number)
         for _ in range(50):
-            one = slots.allocate_one(after=int(short[-1]))
-            short = np.append(short, one)
+            short = np.append(short, slots.allocate_each(short[-1:]))
         shorts.append(short)
         for which in (0, 1):
             more = slots.allocate(2048, after=int(long[which][-1]))
             long[which] = np.append(long[which], more)
     for run in (*long, *shorts):
         assert np.all(np.diff(run) == 1)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=30),
+    frees=st.sets(st.integers(0, 29)),
+    room=st.integers(0, 40),
+)
+def test_one_slot_each_stands_behind_where_it_can(
+    lengths: list[int], frees: set[int], room: int
+) -> None:
+    """Whoever has a free slot right behind gets it; the others get any, and nobody gets two."""
+    slots = SlotAllocator(sum(lengths) + room)
+    owned = [slots.allocate(count) for count in lengths]
+    for number in frees & set(range(len(owned))):
+        slots.free(owned[number])
+    live = [one for number, one in enumerate(owned) if number not in frees]
+    last = np.array([one[-1] if len(one) else ANYWHERE for one in live], np.int64)
+    used = {slot for one in live for slot in one.tolist()}
+    free = set(range(slots.total)) - used
+    if len(last) > slots.num_free:
+        with pytest.raises(PlanError):
+            slots.allocate_each(last)
+        assert slots.num_free == len(free)
+        return
+    given = slots.allocate_each(last).tolist()
+    slots.check()
+    assert len(set(given)) == len(given)
+    assert set(given) <= free
+    for slot, before in zip(given, last.tolist(), strict=True):
+        assert slot == before + 1 or before + 1 not in free
 
 
 def test_a_full_pool_gives_what_is_left() -> None:
