@@ -158,7 +158,10 @@ def plan(answer: Json) -> str:
     """What would happen to a prompt now."""
     if not answer["dop"]:
         return f"not served: {answer['reason']}"
-    how = "roughly predicted (loongctl profile measures)" if answer["rough"] else "predicted"
+    if answer.get("at_most"):
+        how = "at most predicted (running answers may end earlier)"
+    else:
+        how = "roughly predicted (loongctl profile measures)" if answer["rough"] else "predicted"
     members = f": instances {numbers(answer['members'])}" if answer["members"] else ""
     rows = [
         ("prompt", f"{answer['prompt_tokens']:,} tokens, up to {answer['max_tokens']:,} more"),

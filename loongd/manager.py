@@ -190,9 +190,11 @@ class GlobalManager:
             raise RequestError(what, status=503, code="profiling", retry_after_s=30)
         now = time.monotonic()
         timings = Timings(now)
-        predicted = self._scheduler.predict(len(submission.prompt), submission.max_tokens, now)
+        lengths = len(submission.prompt), submission.max_tokens
+        predicted = self._scheduler.predict(*lengths, now, submission.reserve_tokens)
         if predicted is not None and predicted.dop:
             timings.predicted_ttft_s = predicted.queue_s + predicted.prefill_s
+            timings.is_rough_ttft = predicted.rough
         stream = TokenStream(submission.request_id, timings, self._cancel)
         live = LiveRequest(submission, stream)
         self._live[submission.request_id] = live
@@ -378,10 +380,10 @@ class GlobalManager:
     def plan(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any] | None:
         """A JSON-able account of what would become of a prompt now; None without a SIB."""
         found = self._scheduler.predict(prompt_tokens, max_tokens, time.monotonic())
-        limit = self.max_model_len
         if found is None:
             return None
-        return plan_json(found, prompt_tokens, max_tokens, limit_tokens=limit)
+        limit, state = self.max_model_len, self._state()
+        return plan_json(found, prompt_tokens, max_tokens, limit_tokens=limit, state=state)
 
     def audit(self) -> None:
         """When nothing runs and something has run since the last audit, ask workers for theirs."""

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from loongd.sched.predict import Prediction
 from loongd.sched.snapshot import GroupStatus, InstanceStatus, Snapshot
 from loongd.sched.story import Story
 from loongd.wire import Ready
+
+_REFUSING: Mapping[str, str] = MappingProxyType(
+    {
+        "draining": "draining, new requests are refused until loongctl undrain",
+        "profiling": "profiling, new requests are refused while the speed is measured",
+        "failed": "failed, the workers could not be kept alive",
+    }
+)
+"""Why nothing is served now, by state of the node."""
 
 
 def engine_status(
@@ -104,20 +114,27 @@ def _group(group: GroupStatus) -> dict[str, Any]:
 
 
 def plan_json(
-    found: Prediction, prompt_tokens: int, max_tokens: int, *, limit_tokens: int
+    found: Prediction,
+    prompt_tokens: int,
+    max_tokens: int,
+    *,
+    limit_tokens: int,
+    state: str = "ready",
 ) -> dict[str, Any]:
     """What would become of a prompt; times in seconds. A dop of 0 means that it is not served.
 
-    `rough` says that the times rest on no measurement of these workers.
+    `rough` says that the times rest on no measurement of these workers, or on answers that may
+    end earlier: then `at_most` says that these are upper bounds. `state` is the node's.
     """
-    asked = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
     total = prompt_tokens + max_tokens
-    if total > limit_tokens:
+    why = _REFUSING.get(state, "")
+    if not why and total > limit_tokens:
         why = f"{total:,} tokens are more than the {limit_tokens:,} that a request may have here"
-        times = dict.fromkeys(("queue_s", "prefill_s", "ttft_s"), 0.0)
-        return asked | times | {"dop": 0, "members": [], "reason": why, "rough": False}
+    if why:
+        found = Prediction(0, (), 0.0, 0.0, why)
     return {
-        **asked,
+        "prompt_tokens": prompt_tokens,
+        "max_tokens": max_tokens,
         "dop": found.dop,
         "members": list(found.members),
         "queue_s": found.queue_s,
@@ -125,6 +142,7 @@ def plan_json(
         "ttft_s": found.queue_s + found.prefill_s,
         "reason": found.reason,
         "rough": found.rough,
+        "at_most": found.at_most,
     }
 
 

@@ -55,7 +55,8 @@ class Token:
 class Timings:
     """Monotonic seconds of a request's milestones; None until reached.
 
-    `predicted_ttft_s` is a duration: what the engine expected on arrival, None when it cannot.
+    `predicted_ttft_s` is a duration: what the engine expected on arrival, None when it cannot;
+    `is_rough_ttft`: that rests on no measurement, or is an upper bound.
     """
 
     arrived_s: float
@@ -64,6 +65,7 @@ class Timings:
     finished_s: float | None = None
     num_preemptions: int = 0
     predicted_ttft_s: float | None = None
+    is_rough_ttft: bool = False
 
 
 @dataclass(slots=True)

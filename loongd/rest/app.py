@@ -16,7 +16,14 @@ from aiohttp.typedefs import Middleware
 
 from loongd.rest import admin, chat, completions, health, models, tokenize
 from loongd.rest.auth import auth_middleware, load_keys
-from loongd.rest.context import ARRIVED_S, CONTEXT, PREDICTED_TTFT_S, REQUEST_ID, RestContext
+from loongd.rest.context import (
+    ARRIVED_S,
+    CONTEXT,
+    IS_ROUGH_TTFT,
+    PREDICTED_TTFT_S,
+    REQUEST_ID,
+    RestContext,
+)
 from loongd.rest.errors import Handler, errors_middleware
 
 __all__ = ["RestContext", "make_admin_app", "make_app"]
@@ -92,3 +99,5 @@ async def _add_own_headers(request: web.Request, response: web.StreamResponse) -
     if PREDICTED_TTFT_S in request:
         predicted_ms = round(request[PREDICTED_TTFT_S] * 1e3)
         response.headers["x-loongd-predicted-ttft-ms"] = str(predicted_ms)
+        if request[IS_ROUGH_TTFT]:
+            response.headers["x-loongd-predicted-ttft-rough"] = "1"

@@ -54,6 +54,7 @@ CONTEXT = web.AppKey("context", RestContext)
 REQUEST_ID = web.RequestKey("request_id", str)
 ARRIVED_S = web.RequestKey("arrived_s", float)
 PREDICTED_TTFT_S = web.RequestKey("predicted_ttft_s", float)
+IS_ROUGH_TTFT = web.RequestKey("is_rough_ttft", bool)
 
 log = logging.getLogger("loongd.rest")
 

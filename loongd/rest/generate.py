@@ -15,7 +15,14 @@ import msgspec
 from aiohttp import web
 
 from loongd.errors import RequestError
-from loongd.rest.context import ARRIVED_S, CONTEXT, PREDICTED_TTFT_S, RestContext, new_response_id
+from loongd.rest.context import (
+    ARRIVED_S,
+    CONTEXT,
+    IS_ROUGH_TTFT,
+    PREDICTED_TTFT_S,
+    RestContext,
+    new_response_id,
+)
 from loongd.rest.errors import json_response
 from loongd.rest.prepare import Call, submit
 from loongd.rest.protocol import GenerationBody, decode
@@ -55,9 +62,12 @@ async def generate(
         context.metrics.request_rejected(error.code or "invalid_request")
         raise
     answers = await submit(context, call)
-    predicted = [answer.stream.timings.predicted_ttft_s for answer in answers]
-    if known := [each for each in predicted if each is not None]:
-        request[PREDICTED_TTFT_S] = min(known)  # the call's first token is its first choice's
+    timings = [answer.stream.timings for answer in answers]
+    if known := [
+        (t.predicted_ttft_s, t.is_rough_ttft) for t in timings if t.predicted_ttft_s is not None
+    ]:
+        # The call's first token is its first choice's.
+        request[PREDICTED_TTFT_S], request[IS_ROUGH_TTFT] = min(known)
     async with Race(answers) as race:
         shaped = shape(context, call, answers)
         if body.stream:

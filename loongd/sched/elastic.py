@@ -22,7 +22,7 @@ from loongd.sched.policy import Hold, Placed, StartMigrate, StartPrefill, View
 from loongd.sched.prefilling import describe_kept, describe_part, find_keepers, put_chunk
 from loongd.sched.request import Request
 from loongd.sched.sib import Sib
-from loongd.sched.words import name_instances
+from loongd.sched.words import name_instances, plural
 
 
 class ElasticPrefill:
@@ -71,7 +71,7 @@ class ElasticPrefill:
         if instance is None:
             return
         if self._allocate.is_open(instance):
-            self.start(first, [instance], [])
+            self.start(first, [instance], [], self._describe_interruption(instance))
         else:
             self._draft.held.add(instance)
             self._draft.hold = Hold(first.request_id, (instance,))
@@ -86,10 +86,12 @@ class ElasticPrefill:
         pinned, interruption = self._allocate.pinned, self._allocate.interruption
         return min(choices, key=lambda i: (i in pinned, interruption(i), i), default=None)
 
-    def start(self, request: Request, group: list[int], candidates: Sequence[int]) -> None:
+    def start(
+        self, request: Request, group: list[int], candidates: Sequence[int], why: str = ""
+    ) -> None:
         """Start the first chunk of a waiting prompt on `group` and those that pay beside it."""
         self._allocate.extend(group, 0, request.num_tokens, candidates)
-        self._start(request, keepers=group, group=group)
+        self._start(request, keepers=group, group=group, why=self._describe_wait(request) + why)
         if request is self._first:
             self._first = None
 
@@ -114,7 +116,7 @@ class ElasticPrefill:
             open_to += self._allocate.between_chunks()
         open_to = [i for i in open_to if self._draft.free[i] > 0]
         if open_to:
-            self.start(first, [open_to[0]], [])
+            self.start(first, [open_to[0]], [], self._describe_interruption(open_to[0]))
 
     # ---- prefills that go on -------------------------------------------------------------------
 
@@ -200,25 +202,57 @@ class ElasticPrefill:
 
     # ---- one chunk -----------------------------------------------------------------------------
 
-    def _start(self, request: Request, *, keepers: Sequence[int], group: Sequence[int]) -> None:
+    def _start(
+        self, request: Request, *, keepers: Sequence[int], group: Sequence[int], why: str = ""
+    ) -> None:
         dop, cached, left = len(group), request.kv_tokens, request.left_tokens
         most = next_chunk(self._sib, dop, cached=cached, left=left, limits=self._view.limits)
         placed = put_chunk(self._draft, request, keepers, dop=dop, most=most)
         self._draft.idle -= set(group)
         members = tuple(sorted(group))
-        reason = self._explain(placed, members, cached=cached, left=left)
+        reason = self._explain(placed, members, cached=cached, left=left) + why
         self.started.append(StartPrefill(members, (placed,), reason))
 
     def _explain(self, placed: Placed, members: tuple[int, ...], *, cached: int, left: int) -> str:
         request, num_tokens, dop = placed.request, placed.num_tokens, len(members)
         what = f"prefill {describe_part(placed)}"
         step_s = self._sib.prefill_s(dop, [(cached, num_tokens)])
-        all_s = left_s(self._sib, dop, cached=cached, left=left, limits=self._view.limits)
         where = f"of {request.request_id} on {name_instances(members)} (DoP {dop})"
         kept = describe_kept([placed])
+        fewer = ""
+        if dop > 1:
+            fewer_s = self._left_s(dop - 1, cached=cached, left=left)
+            fewer = f" ({fewer_s:.3f} s with one instance less)"
         if num_tokens == left and not cached:
-            return f"{what} {where}, predicted {step_s:.3f} s; {kept}"
+            return f"{what} {where}, predicted {step_s:.3f} s{fewer}; {kept}"
+        all_s = self._left_s(dop, cached=cached, left=left)
         return (
-            f"{what} {where}, predicted {step_s:.3f} s of {all_s:.3f} s left, so that others get "
-            f"in between; {kept}"
+            f"{what} {where}, predicted {step_s:.3f} s of {all_s:.3f} s left{fewer}, so that "
+            f"others get in between; {kept}"
+        )
+
+    def _left_s(self, dop: int, *, cached: int, left: int) -> float:
+        return left_s(self._sib, dop, cached=cached, left=left, limits=self._view.limits)
+
+    def _describe_wait(self, request: Request) -> str:
+        """How long it has waited, if at all, and since when it may not be passed any more."""
+        dispatch = self._dispatch
+        waited_s = dispatch.waited_s(request)
+        if not waited_s:
+            return ""
+        text = f"; it has waited for {waited_s:.3f} s"
+        if dispatch.is_urgent(request):
+            patience_s = dispatch.urgent_s(request) - request.arrived_s
+            text += f" and is not passed after {patience_s:.3f} s"
+        return text
+
+    def _describe_interruption(self, instance: int) -> str:
+        """Whom a prefill there keeps from decoding."""
+        batch = self._allocate.batch(instance)
+        if not batch:
+            return ""
+        cost = self._allocate.interruption(instance)
+        return (
+            f"; {plural(len(batch), 'decoding request')} there must wait, which costs {cost:.2e} "
+            "s/token for each second"
         )

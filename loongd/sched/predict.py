@@ -1,24 +1,31 @@
 """What would become of a prompt that came now: place, waiting time, prefill time.
 
-Knows: the policy's own answer when an instance is free, else an estimate from the steps that run
-and the work ahead in the queue. Does not know: the future; nothing that arrives later is counted.
+Knows: the policy's own answer when an instance is free, else an estimate from the steps that run,
+the work ahead in the queue and the slots that admission counts. Does not know: the future; nothing
+that arrives later is counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 
+from loongd.sched.admission import never_fits
 from loongd.sched.chunks import left_s
+from loongd.sched.draft import Draft
 from loongd.sched.instance import Step
 from loongd.sched.plan import DecodePlan, PrefillPlan
 from loongd.sched.policy import Decisions, Policy, View
-from loongd.sched.request import Phase, Request
+from loongd.sched.request import Request
 from loongd.sched.sib import Sib
+from loongd.sched.slot_wait import SlotWait, wait_for_slots
 from loongd.sched.words import plural
 
 # The queue is added up request by request as far as this, then by its mean.
 MAX_DEPTH = 256
+# A short prompt passes prompts of more than so many times its length.
+PASSED_LENGTHS = 4
 # A prediction is rough beyond so many times the work that was ever measured.
 FAR = 16.0
 # A step is never taken to be nearer to its end than this share of its time so far or predicted.
@@ -32,7 +39,8 @@ LAST_ORDER = 1 << 62
 class Prediction:
     """TTFT is `queue_s + prefill_s`; `members` is empty when the prompt would wait.
 
-    `rough`: the times come from no measurement of these workers, or from far outside its range.
+    `rough`: the times come from no measurement of these workers, or from far outside its range,
+    or are `at_most`: `queue_s` is an upper bound, for nobody knows when running answers end.
     """
 
     dop: int
@@ -41,14 +49,31 @@ class Prediction:
     prefill_s: float
     reason: str
     rough: bool = False
+    at_most: bool = False
 
 
 def predict(
-    policy: Policy, sib: Sib, view: View, prompt_tokens: int, max_tokens: int
+    policy: Policy,
+    sib: Sib,
+    view: View,
+    prompt_tokens: int,
+    max_tokens: int,
+    reserve_tokens: int | None = None,
 ) -> Prediction:
-    """Ask `policy` about a prompt at the end of the queue; nothing is changed."""
-    found = _ask(policy, sib, view, prompt_tokens, max_tokens)
-    rough = found.dop > 0 and _is_rough(sib, found.dop, prompt_tokens)
+    """Ask `policy` about a prompt at the end of the queue; nothing is changed.
+
+    `reserve_tokens` is the growth that admission counts on; default: `max_tokens`.
+    """
+    request = Request(
+        request_id=PROMPT_ID,
+        order=LAST_ORDER,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        reserve_tokens=max_tokens if reserve_tokens is None else min(reserve_tokens, max_tokens),
+        arrived_s=view.now,
+    )
+    found = _ask(policy, sib, view, request)
+    rough = found.dop > 0 and (found.at_most or _is_rough(sib, found.dop, prompt_tokens))
     return replace(found, rough=rough)
 
 
@@ -56,15 +81,7 @@ def _is_rough(sib: Sib, dop: int, num_tokens: int) -> bool:
     return not sib.profile.measured or sib.prefill_reach(dop, [(0, num_tokens)]) > FAR
 
 
-def _ask(policy: Policy, sib: Sib, view: View, prompt_tokens: int, max_tokens: int) -> Prediction:
-    request = Request(
-        request_id=PROMPT_ID,
-        order=LAST_ORDER,
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
-        reserve_tokens=max_tokens,
-        arrived_s=view.now,
-    )
+def _ask(policy: Policy, sib: Sib, view: View, request: Request) -> Prediction:
     waiting = list(islice(view.waiting, MAX_DEPTH))
     is_seen = len(waiting) < MAX_DEPTH and any(i.idle for i in view.instances.values())
     decisions = (
@@ -76,7 +93,7 @@ def _ask(policy: Policy, sib: Sib, view: View, prompt_tokens: int, max_tokens: i
                 lengths = [(0, i.num_tokens) for i in start.items]
                 prefill_s = sib.prefill_s(len(start.members), lengths)
                 if not item.is_last:
-                    prefill_s = _alone_s(sib, view, len(start.members), prompt_tokens)
+                    prefill_s = _alone_s(sib, view, len(start.members), request.num_tokens)
                 return Prediction(len(start.members), start.members, 0.0, prefill_s, start.reason)
     for give_up in decisions.give_ups:
         if give_up.request is request:
@@ -85,44 +102,91 @@ def _ask(policy: Policy, sib: Sib, view: View, prompt_tokens: int, max_tokens: i
 
 
 def _after_others(sib: Sib, view: View, request: Request) -> Prediction:
-    """An estimate: the earliest end of a step, then an equal share of the work ahead of it."""
+    """An estimate: the earliest end of a step, or of those whose slots it needs, then an equal
+    share of the work ahead of it."""
+    draft = Draft(view)
     alive = [i for i in view.instances.values() if i.alive]
     if not alive:
         return Prediction(0, (), 0.0, 0.0, "no instance is ready")
+    give_up = never_fits(request, draft.known_slots)
+    if give_up is not None:
+        return Prediction(0, (), 0.0, 0.0, give_up.message)
+    if request.committed_tokens > draft.total_slots:
+        return Prediction(0, (), 0.0, 0.0, _describe_lost(request, draft))
     steps = {i.step.step_id: i.step for i in alive if i.step is not None}
     step_s = min((_left_of(sib, step, view.now) for step in steps.values()), default=0.0)
     is_short = sib.prefill_s(1, [(0, request.num_tokens)]) <= view.limits.max_prefill_wait_s
-    ahead_s, num_ahead = _ahead(sib, view, request, is_short=is_short)
+    queue = _Queue(view, request, is_short=is_short)
+    ahead_s, num_ahead = queue.ahead(sib)
+    before, num_more = queue.admitted_first(draft)
+    slots = wait_for_slots(view, draft, sib, request, before, num_more)
     dop = 1 if is_short else len(alive)
-    share_s = ahead_s / len(alive)
+    wait_s, share_s = max(step_s, slots.time_s if slots else 0.0), ahead_s / len(alive)
     prefill_s = _alone_s(sib, view, dop, request.num_tokens)
-    free, needed = sum(view.free.values()), request.committed_tokens
     reason = (
-        f"wait {step_s:.3f} s for an instance and {share_s:.3f} s for "
+        f"wait {_describe_wait(step_s, slots)} and {share_s:.3f} s for "
         f"{plural(num_ahead, 'request')} ahead, then prefill {request.num_tokens:,} tokens on "
         f"{plural(dop, 'instance')}, predicted {prefill_s:.3f} s"
     )
-    if free < needed:
-        reason += f"; it also waits for KV slots: {needed:,} needed, {free:,} free"
-    return Prediction(dop, (), step_s + share_s, prefill_s, reason)
+    return Prediction(dop, (), wait_s + share_s, prefill_s, reason, at_most=slots is not None)
 
 
-def _ahead(sib: Sib, view: View, request: Request, *, is_short: bool) -> tuple[float, int]:
-    """Prefill seconds on one instance, and number, of the requests that go first."""
-    total_s, counted, num_requests = 0.0, 0, 0
-    unfinished = (r for r in view.running.values() if r.phase is Phase.PREFILL and r.left_tokens)
-    for other in chain(unfinished, view.waiting):
-        if other is request:
-            continue
-        num_requests += 1
-        if counted == MAX_DEPTH or (is_short and other.left_tokens > request.num_tokens * 4):
-            continue
-        counted += 1
-        total_s += sib.prefill_s(1, [(other.kv_tokens, other.left_tokens)])
-    if counted == MAX_DEPTH:
-        total_s *= num_requests / counted
-        counted = num_requests
-    return total_s, counted
+def _describe_wait(step_s: float, slots: SlotWait | None) -> str:
+    if slots is None:
+        return f"{step_s:.3f} s for an instance"
+    return f"at most {max(step_s, slots.time_s):.3f} s for {slots.describe()}"
+
+
+def _describe_lost(request: Request, draft: Draft) -> str:
+    return (
+        f"it needs {request.committed_tokens:,} KV slots, but the instances that are up have "
+        f"{draft.total_slots:,} of {draft.known_slots:,}; it would wait until the others return"
+    )
+
+
+class _Queue:
+    """Who goes before `request`, as far as is looked at: all, or, before a short one, those that
+    are not much longer."""
+
+    def __init__(self, view: View, request: Request, *, is_short: bool) -> None:
+        self._view = view
+        self._request = request
+        self._most = request.num_tokens * PASSED_LENGTHS if is_short else 1 << 62
+        self._seen = list(islice(view.waiting, MAX_DEPTH))
+        self._before = [other for other in self._seen if other.left_tokens <= self._most]
+        self._num_unseen = 0
+        if len(self._seen) == MAX_DEPTH:
+            self._num_unseen = len([*view.waiting]) - MAX_DEPTH
+
+    def _num_more(self, seen: Sequence[Request]) -> int:
+        """How many are like these among those that are not looked at."""
+        return len(seen) * self._num_unseen // max(1, len(self._seen))
+
+    def ahead(self, sib: Sib) -> tuple[float, int]:
+        """Prefill seconds on one instance, and number, of the requests that go first."""
+        unfinished = islice(self._view.tally.unfinished.values(), MAX_DEPTH)
+        started = [other for other in unfinished if other.left_tokens <= self._most]
+        started_s, before_s = (
+            sum(sib.prefill_s(1, [(other.kv_tokens, other.left_tokens)]) for other in requests)
+            for requests in (started, self._before)
+        )
+        num_before = len(self._before) + self._num_more(self._before)
+        before_s *= num_before / max(1, len(self._before))
+        return started_s + before_s, len(started) + num_before
+
+    def admitted_first(self, draft: Draft) -> tuple[Sequence[Request], int]:
+        """Those that get their slots first, and how many more like them. A short request passes
+        longer ones if that leaves room for the first of them once all older ones have ended."""
+        before = self._before
+        free = draft.total_slots - draft.committed
+        passed = (other for other in self._seen if other.left_tokens > self._most)
+        head = next((other for other in passed if other.committed_tokens > free), None)
+        if head is not None:
+            running = self._view.running.values()
+            younger = sum(r.committed_tokens for r in running if r.order > head.order)
+            slack = draft.total_slots - head.committed_tokens - younger
+            before = self._seen if self._request.committed_tokens > slack else before
+        return before, self._num_more(before)
 
 
 def _alone_s(sib: Sib, view: View, dop: int, num_tokens: int) -> float:

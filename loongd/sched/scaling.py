@@ -15,7 +15,7 @@ from loongd.sched.draft import Draft
 from loongd.sched.policy import Preempt, StartDecode, View
 from loongd.sched.request import Phase, Request
 from loongd.sched.sib import Sib
-from loongd.sched.words import name_instances, plural
+from loongd.sched.words import describe_decode, name_instances, plural
 
 # From about this batch size on, the linear layers of one master are bound by compute.
 SPREAD_THRESHOLD = 128
@@ -33,8 +33,9 @@ class _Group:
     items: list[tuple[Request, int]] = field(default_factory=list)
     load: dict[int, int] = field(default_factory=dict)
     joined: list[int] = field(default_factory=list)
+    num_for_slots: int = 0
     num_left_out: int = 0
-    why: str = ""
+    why: list[str] = field(default_factory=list)
 
 
 class Scaling:
@@ -46,15 +47,18 @@ class Scaling:
         draft: Draft,
         *,
         sib: Sib | None = None,
+        foretells: Sib | None = None,
         starved: Request | None = None,
     ) -> None:
-        """Without a SIB, masters are spread over all members from `SPREAD_THRESHOLD` on.
+        """Without a SIB, masters are spread over all members from `SPREAD_THRESHOLD` on; times
+        are told by `foretells`, or else by `sib`.
         `starved` is a prefill that cannot go on for want of a slot."""
         self.wanted: list[tuple[Request, int | None]] = []
         self.preempt: Preempt | None = None
         self._view = view
         self._draft = draft
         self._sib = sib
+        self._foretells = foretells or sib
         self._held = draft.held | (set(draft.hold.instances) if draft.hold else set())
         self._starved = starved
         self._started: set[int] = set()
@@ -138,7 +142,7 @@ class Scaling:
             group.instances.append(newcomer)
             group.joined.append(newcomer)
             num_masters += 1
-            group.why = (
+            group.why.append(
                 f"for {len(batch):,} requests pass the {threshold:,} of one master: predicted "
                 f"{step_s(dop + 1, num_masters):.4f} s instead of {now_s:.4f} s"
             )
@@ -162,13 +166,13 @@ class Scaling:
                 return last
         open_to = [i for i in group.instances if free[i] > 0]
         if not open_to:
-            return self._scale_up(group)
+            return self._scale_up(group, request)
         if group.quota is not None:
             return min(open_to, key=lambda i: (group.load.get(i, 0), i))
         own = [i for i in open_to if i in request.holders]
         return min(own or open_to, key=lambda i: (-free[i], i))
 
-    def _scale_up(self, group: _Group) -> int | None:
+    def _scale_up(self, group: _Group, request: Request) -> int | None:
         """An idle instance outside the component; one without its own or held work if possible."""
         draft = self._draft
         choices = [i for i in draft.idle if draft.free[i] > 0 and i not in group.instances]
@@ -177,8 +181,15 @@ class Scaling:
         best = min(
             choices, key=lambda i: (i in self._held, i in draft.component_of, -draft.free[i], i)
         )
+        full = f"{name_instances(sorted(group.instances))} ran out of slots"
+        was = "" if request.master is None else f" from master {request.master}"
+        group.why.append(
+            f"for {full}: {request.request_id} goes{was} to {best}, where {draft.free[best]:,} of "
+            f"{self._view.instances[best].slots:,} are free"
+        )
         group.instances.append(best)
         group.joined.append(best)
+        group.num_for_slots += 1
         return best
 
     def _wait_for_slot(self, request: Request) -> None:
@@ -205,12 +216,25 @@ class Scaling:
         ]
         if not victims:
             return
-        victim = min(victims, key=lambda r: (r.kv_tokens, -r.order))
-        self.preempt = Preempt(
-            victim,
+        victim = min(victims, key=_least_lost)
+        self.preempt = Preempt(victim, self._explain_victim(victim, victims, starved))
+
+    def _explain_victim(self, victim: Request, victims: list[Request], starved: Request) -> str:
+        age_s = self._view.now - victim.arrived_s
+        again = ""
+        if self._foretells is not None:
+            again_s = self._foretells.prefill_s(1, [(0, victim.kv_tokens)])
+            again = f", predicted {again_s:.3f} s to prefill again"
+        others = [request for request in victims if request is not victim]
+        rest = ""
+        if others:
+            second = min(others, key=_least_lost)
+            rest = f"; {second.request_id} would lose {second.kv_tokens:,}"
+        return (
             f"preempt {victim.request_id}: all {self._draft.total_slots:,} slots of the pool are "
             f"used and {starved.request_id} needs one; of {plural(len(victims), 'request')} it "
-            f"loses the least work, {victim.kv_tokens:,} tokens",
+            f"loses the least work, {victim.kv_tokens:,} tokens{again}, and arrived {age_s:.3f} s "
+            f"ago{rest}"
         )
 
     def _finish(self, group: _Group, component: Component) -> StartDecode:
@@ -218,12 +242,30 @@ class Scaling:
         members = tuple(sorted(holders | set(group.load)))
         masters = ", ".join(f"{i} ({n})" for i, n in sorted(group.load.items()))
         reason = (
-            f"decode {plural(len(group.items), 'request')} on {name_instances(members)}; "
-            f"masters {masters}"
+            f"decode {plural(len(group.items), 'request')} on {name_instances(members)}"
+            f"{self._foretell(group, len(members))}; masters {masters}"
         )
         if group.joined:
-            why = group.why or f"for {name_instances(component.instances)} ran out of slots"
-            reason += f"; {name_instances(group.joined)} joined, {why}"
+            reason += f"; {name_instances(group.joined)} joined, {' and '.join(group.why)}"
         if group.num_left_out:
             reason += f"; {plural(group.num_left_out, 'request')} left out for want of a slot"
         return StartDecode(members, tuple(group.items), tuple(sorted(group.joined)), reason)
+
+    def _foretell(self, group: _Group, dop: int) -> str:
+        """The step's time, and what it would be without those that joined for their slots."""
+        sib, batch = self._foretells, len(group.items)
+        if sib is None:
+            return ""
+        kv_tokens = sum([request.kv_tokens for request, _ in group.items]) + batch
+        text = describe_decode(sib, dop, group.load, batch, kv_tokens)
+        if group.num_for_slots:
+            before = max(1, dop - group.num_for_slots)
+            masters = max(1, len(group.load) - group.num_for_slots)
+            time_s = sib.decode_s(dop=before, num_masters=masters, batch=batch, kv_tokens=kv_tokens)
+            text += f" ({time_s:.4f} s on {plural(before, 'instance')}, had it room)"
+        return text
+
+
+def _least_lost(request: Request) -> tuple[int, int]:
+    """Sorts victims: least work first, of equal ones the youngest."""
+    return request.kv_tokens, -request.order

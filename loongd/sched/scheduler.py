@@ -55,7 +55,7 @@ class Scheduler:
         self._policy = policy
         self._sib = sib
         self._state = State(limits)
-        self._starter = Starter(self._state)
+        self._starter = Starter(self._state, sib)
         self._actions: list[Action] = []
 
     def handle(self, *events: Event) -> list[Action]:
@@ -105,12 +105,14 @@ class Scheduler:
         assert self._sib is None, "the SIB learns from each step"
         return Steady(self._state, self._starter, self._policy)
 
-    def predict(self, prompt_tokens: int, max_tokens: int, now: float) -> Prediction | None:
+    def predict(
+        self, prompt_tokens: int, max_tokens: int, now: float, reserve_tokens: int | None = None
+    ) -> Prediction | None:
         """What would become of a prompt that came now; changes nothing. None without a SIB."""
         if self._sib is None:
             return None
         view = self._state.view(now)
-        return predict(self._policy, self._sib, view, prompt_tokens, max_tokens)
+        return predict(self._policy, self._sib, view, prompt_tokens, max_tokens, reserve_tokens)
 
     @property
     def num_waiting(self) -> int:

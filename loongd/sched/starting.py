@@ -13,16 +13,18 @@ from loongd.sched.instance import Step
 from loongd.sched.plan import DecodeItem, DecodePlan, MigratePlan, PrefillItem, PrefillPlan
 from loongd.sched.policy import Placed, StartDecode, StartMigrate, StartPrefill
 from loongd.sched.request import Phase, Request
+from loongd.sched.sib import Sib
 from loongd.sched.state import State
 from loongd.sched.story import StoryEntry
-from loongd.sched.words import name_instances, plural
+from loongd.sched.words import describe_decode, name_instances, plural
 
 
 class Starter:
-    """Starts steps on a state."""
+    """Starts steps on a state; foretells the queued ones with a SIB."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, sib: Sib | None = None) -> None:
         self._state = state
+        self._sib = sib
         self._num_steps = 0
         self._num_segments = 0
         self._num_begun = 0
@@ -112,9 +114,16 @@ class Starter:
         self._state.totals.num_queued_ahead += 1
         reason = (
             f"decode {plural(len(items), 'request')} on {name_instances(before.members)} once "
-            f"more, queued behind step {before.step_id}, for nothing else wants the group"
+            f"more{self._foretell(plan)}, queued behind step {before.step_id}, for nothing else "
+            "wants the group"
         )
         return RunDecode(plan, reason)
+
+    def _foretell(self, plan: DecodePlan) -> str:
+        if self._sib is None:
+            return ""
+        kv_tokens = sum([item.position + 1 for item in plan.items])
+        return describe_decode(self._sib, plan.dop, plan.masters, len(plan.items), kv_tokens)
 
     def next_step(self) -> int:
         """A number for a new step."""

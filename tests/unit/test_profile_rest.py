@@ -42,10 +42,12 @@ class PlanningEngine(FakeEngine):
     """Predicts the same for everything."""
 
     plan_answer: dict[str, Any] | None = PLAN
+    is_rough = False
 
     def submit(self, submission: Submission) -> TokenStream:
         stream = super().submit(submission)
         stream.timings.predicted_ttft_s = 1.7504
+        stream.timings.is_rough_ttft = self.is_rough
         return stream
 
     def plan(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any] | None:
@@ -141,6 +143,9 @@ async def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         engine.plan_answer = PLAN | {"rough": True}
         assert await loongctl(path, "plan", "5000") == 0
         assert "1.75 s roughly predicted (loongctl profile measures)" in capsys.readouterr().out
+        engine.plan_answer = PLAN | {"rough": True, "at_most": True}
+        assert await loongctl(path, "plan", "5000") == 0
+        assert "1.75 s at most predicted (running answers may end" in capsys.readouterr().out
         engine.plan_answer = PLAN | {"dop": 0, "reason": "the pool has only 10 slots"}
         assert await loongctl(path, "plan", "5000") == 1
         assert capsys.readouterr().out == "not served: the pool has only 10 slots\n"
@@ -165,6 +170,17 @@ async def test_responses_carry_the_predicted_ttft(stream: bool) -> None:
         chat = {"messages": [{"role": "user", "content": "x"}], "stream": stream}
         response = await client.post("/v1/chat/completions", json=chat)
         assert response.headers["x-loongd-predicted-ttft-ms"] == "1750"
+        assert "x-loongd-predicted-ttft-rough" not in response.headers
     async with serve(FakeEngine(say("hi"))) as client:
         response = await client.post("/v1/completions", json=body)
         assert "x-loongd-predicted-ttft-ms" not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_say_that_the_predicted_ttft_is_rough(stream: bool) -> None:
+    engine = PlanningEngine(say("hi"))
+    engine.is_rough = True
+    async with serve(engine) as client:
+        response = await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
+        assert response.headers["x-loongd-predicted-ttft-ms"] == "1750"
+        assert response.headers["x-loongd-predicted-ttft-rough"] == "1"

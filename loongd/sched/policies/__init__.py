@@ -9,10 +9,13 @@ from loongd.sched.sib import Sib
 
 
 def make_policy(name: str, sib: Sib | None = None) -> Policy:
-    """The policy called `name`; `fcfs` needs no SIB. Raises ValueError naming the known ones."""
+    """The policy called `name`; `fcfs` has a SIB for its reasons only.
+
+    Raises ValueError naming the known ones.
+    """
     match name:
         case "fcfs":
-            return FirstComeFirstServed()
+            return FirstComeFirstServed(sib)
         case "loongserve":
             if sib is None:
                 raise ValueError("policy 'loongserve' needs a SIB")

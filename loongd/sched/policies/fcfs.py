@@ -14,12 +14,17 @@ from loongd.sched.policies.fcfs_chunks import NextChunks
 from loongd.sched.policies.fcfs_dispatch import Dispatch
 from loongd.sched.policy import ALWAYS_SETTLED, NOT_SETTLED, Decisions, Settled, View
 from loongd.sched.scaling import Scaling
+from loongd.sched.sib import Sib
 
 
 class FirstComeFirstServed:
     """Stateless; see `fcfs_dispatch` for prefill and `sched.scaling` for decode."""
 
     steady_requests = 1 << 62
+
+    def __init__(self, sib: Sib | None = None) -> None:
+        """`sib` decides nothing; it tells times in reasons."""
+        self._sib = sib
 
     def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
         """Always, unless a prompt waits or is between two parts."""
@@ -30,11 +35,11 @@ class FirstComeFirstServed:
     def decide(self, view: View) -> Decisions:
         """Everything that can start, starts."""
         draft = Draft(view)
-        chunks = NextChunks(view, draft)
+        chunks = NextChunks(view, draft, self._sib)
         started = chunks.run()
-        dispatch = Dispatch(view, draft)
+        dispatch = Dispatch(view, draft, self._sib)
         prefills = [*started, *dispatch.run()]
-        scaling = Scaling(view, draft, starved=chunks.starved)
+        scaling = Scaling(view, draft, foretells=self._sib, starved=chunks.starved)
         decodes = scaling.run()
         return Decisions(
             prefills=tuple(prefills),

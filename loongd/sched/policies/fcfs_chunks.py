@@ -11,15 +11,17 @@ from loongd.sched.draft import Draft
 from loongd.sched.policy import StartPrefill, View
 from loongd.sched.prefilling import describe_kept, describe_part, find_keepers, put_chunk
 from loongd.sched.request import Phase, Request
-from loongd.sched.words import name_instances
+from loongd.sched.sib import Sib
+from loongd.sched.words import describe_prefill, name_instances
 
 
 class NextChunks:
     """One round. `starved` is a prefill for which the whole pool has no free slot."""
 
-    def __init__(self, view: View, draft: Draft) -> None:
+    def __init__(self, view: View, draft: Draft, sib: Sib | None = None) -> None:
         self.starved: Request | None = None
         self._draft = draft
+        self._sib = sib
         self._limits = view.limits
         unfinished = (r for r in view.running.values() if r.phase is Phase.PREFILL)
         self._unfinished = sorted(
@@ -54,12 +56,14 @@ class NextChunks:
         open_to = sorted(filter(draft.is_prefills_turn, others), key=lambda i: (-draft.room(i), i))
         group = keepers + open_to[: max(0, wanted - len(keepers))]
         most = limits.max_step_tokens * len(group)
+        cached = request.kv_tokens
         placed = put_chunk(draft, request, keepers, dop=len(group), most=most)
+        time = describe_prefill(self._sib, len(group), [(cached, placed.num_tokens)])
         draft.idle -= set(group)
         members = tuple(sorted(group))
         reason = (
             f"prefill {describe_part(placed)} of {request.request_id} on {name_instances(members)} "
-            f"(DoP {len(members)}): at most {limits.max_step_tokens:,} tokens an instance and "
-            f"step; {describe_kept([placed])}"
+            f"(DoP {len(members)}){time}: at most {limits.max_step_tokens:,} tokens an instance "
+            f"and step; {describe_kept([placed])}"
         )
         return StartPrefill(members, (placed,), reason)

@@ -15,7 +15,8 @@ from loongd.sched.draft import Draft
 from loongd.sched.policy import GiveUp, Hold, Placed, StartPrefill, View
 from loongd.sched.prefilling import describe_kept, describe_part, put, put_chunk
 from loongd.sched.request import Request
-from loongd.sched.words import name_instances, plural
+from loongd.sched.sib import Sib
+from loongd.sched.words import describe_prefill, name_instances, plural
 
 # How far behind the head requests are looked at in one round.
 MAX_DEPTH = 64
@@ -36,8 +37,9 @@ class _Batch:
 class Dispatch:
     """One round: fills `prefills`, `give_ups` and the draft's `hold`."""
 
-    def __init__(self, view: View, draft: Draft) -> None:
+    def __init__(self, view: View, draft: Draft, sib: Sib | None = None) -> None:
         self.give_ups: list[GiveUp] = []
+        self._sib = sib
         self._limits = view.limits
         self._view = view
         self._draft = draft
@@ -187,4 +189,6 @@ class Dispatch:
         keep = describe_kept(batch.items)
         reserved = sum(item.request.growth_tokens for item in batch.items)
         fewest = f"the fewest that hold {batch.num_tokens:,} + {reserved:,} reserved"
-        return f"{where} ({dop}); {keep}, {fewest}"
+        lengths = [(item.request.kv_tokens, item.num_tokens) for item in batch.items]
+        time = describe_prefill(self._sib, len(members), lengths)
+        return f"{where} ({dop}){time}; {keep}, {fewest}"

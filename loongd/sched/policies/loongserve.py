@@ -25,7 +25,7 @@ from loongd.sched.prefilling import describe_kept, put
 from loongd.sched.request import Request
 from loongd.sched.scaling import Scaling
 from loongd.sched.sib import Sib
-from loongd.sched.words import name_instances, plural
+from loongd.sched.words import describe_prefill, name_instances, plural
 
 # Sizes of one dynamic programme: at most so many requests, and cells (requests x instances) or
 # the first few instances; what is left over has its turn in the next of a few.
@@ -218,8 +218,18 @@ class _Round:
             is_late = self._forced or dispatch.is_late(taken[0])
             if allocate.has_other_home(taken[0].num_tokens) and not is_late:
                 continue
-            self._start(taken, [instance], "between two chunks of a long prefill")
+            self._start(taken, [instance], self._describe_turn(instance, taken))
             shorts = _without(shorts, taken)
+
+    def _describe_turn(self, instance: int, taken: list[Request]) -> str:
+        """Whose next chunk waits, and how long the first of those taken has waited."""
+        behind = [r for r in self._allocate.unfinished if instance in r.holders]
+        waits = ", ".join(f"{r.request_id} with {r.left_tokens:,} tokens left" for r in behind)
+        waited_s = self._dispatch.waited_s(taken[0])
+        return (
+            f"between two chunks of a long prefill ({waits}), after {taken[0].request_id} has "
+            f"waited for {waited_s:.3f} s"
+        )
 
     def _start(self, requests: Sequence[Request], group: list[int], why: str) -> None:
         draft = self._draft
@@ -231,10 +241,10 @@ class _Round:
             names = f"{plural(len(requests), 'request')} ({names} first)"
         num_tokens = sum(request.num_tokens for request in requests)
         lengths = [(0, request.num_tokens) for request in requests]
-        time_s = self._sib.prefill_s(len(members), lengths)
+        time = describe_prefill(self._sib, len(members), lengths)
         reason = (
             f"prefill {num_tokens:,} tokens of {names} on {name_instances(members)} (DoP "
-            f"{len(members)}), predicted {time_s:.3f} s: {why}; {describe_kept(items)}"
+            f"{len(members)}){time}: {why}; {describe_kept(items)}"
         )
         self._prefills.append(StartPrefill(members, items, reason))
 

@@ -194,8 +194,12 @@ class FixedGroups:
             found.decodes.append(StartDecode(group.members, tuple(items), (), reason))
         elif batch:
             idle = [r for r in group.running if r.between_chunks]
-            newest = max(batch + idle, key=lambda r: r.order)
-            reason = f"preempt {newest.request_id}: no free slot among {group.slots:,}"
+            victims = batch + idle
+            newest = max(victims, key=lambda r: r.order)
+            reason = (
+                f"preempt {newest.request_id}: no free slot among {group.slots:,}; the youngest of "
+                f"{plural(len(victims), 'request')}, it loses {newest.kv_tokens:,} tokens"
+            )
             found.preempt = Preempt(newest, reason)
 
 
