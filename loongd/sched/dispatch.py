@@ -18,7 +18,7 @@ A prompt is short when one instance computes it within the bound and one has roo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from loongd.sched.admission import never_fits
 from loongd.sched.chunks import longest_short
@@ -114,16 +114,15 @@ class Dispatch:
     def _within_sight(self) -> Iterator[Request]:
         """The front of the queue, and the first short ones behind it: a queue of documents hides
         no short prompt."""
-        last: Request | None = None
-        for depth, request in enumerate(self._view.waiting):
-            if depth == MAX_DEPTH:
-                break
-            last = request
-            yield request
-        else:
+        front = list(islice(self._view.waiting, MAX_DEPTH))
+        return chain(front, self._shorts_behind(front))
+
+    def _shorts_behind(self, front: Sequence[Request]) -> Iterator[Request]:
+        if len(front) < MAX_DEPTH or len(self.shorts) == MAX_SHORTS:
             return
+        last = front[-1].order
         for request in islice(self._view.shorter(self._short_tokens), MAX_DEPTH):
-            if last is not None and request.order > last.order:
+            if request.order > last:
                 yield request
 
     def _is_cheap(self, request: Request) -> bool:
