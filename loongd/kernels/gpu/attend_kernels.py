@@ -95,7 +95,7 @@ def _attend_blocks(
     return acc / mass[:, None], lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def attend_shares(
     q_ptr,
     k_ptr,
@@ -282,7 +282,7 @@ def _merge_parts(
     return acc / mass[:, None], tl.where(some, peak + tl.log(mass), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def merge_shares(
     part_ptr,
     part_lse_ptr,

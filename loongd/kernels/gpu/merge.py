@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "stride_lt", "stride_ln", "stride_mt", "stride_mn"])
 def merge_rows(
     out_ptr,
     lse_ptr,
