@@ -155,6 +155,12 @@ def prefill_sizes(
         for share in (2 * part, 16 * part, 128)
         if most // part
     ]
+    # long chunks over little KV, as the first ones of a prompt are
+    chunks += [
+        ((most // part * block_tokens, _middling(longest // 2)),)
+        for part in (9, 18)
+        if most // part
+    ]
     if most:  # few queries over much KV: as long as reading it
         chunks.append(((most * block_tokens, _middling(longest // 512)),))
     mixed = random_prefills(longest, block_tokens, most_cached, PROFILE_SEED, _RANDOM_PREFILLS)
