@@ -97,6 +97,27 @@ class Recipe:
         return table
 
 
+class Mark:
+    """A place in the device's work: behind all that it has been given so far."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        """Where there is no GPU, it is reached at once."""
+        self._event: Any = None
+        if on_gpu:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def is_reached(self) -> bool:
+        """Whether `wait` returns at once."""
+        reached: bool = self._event is None or self._event.query()
+        return reached
+
+    def wait(self) -> None:
+        """Return when the device is there. Raises RuntimeError for what failed on the way."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Drawing:
     """Tokens that are being drawn. `tokens_B` (int64, on the logits' device): -1 for none."""
 
@@ -104,20 +125,15 @@ class Drawing:
         self.tokens_B = tokens_B
         self._tokens_B = _fetch(tokens_B)
         self._logprobs = logprobs
-        self._done: Any = None
-        if tokens_B.is_cuda:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
+        self._done = Mark(on_gpu=tokens_B.is_cuda)
 
     def ready(self) -> bool:
         """Whether `finish` returns at once."""
-        done: bool = self._done is None or self._done.query()
-        return done
+        return self._done.is_reached()
 
     def finish(self) -> list[Drawn]:
         """Wait for the device. Raises RuntimeError for what failed there."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         drawn = [Drawn(None if token == _BROKEN else token) for token in self._tokens_B.tolist()]
         if self._logprobs is not None:
             self._logprobs.add_to(drawn)

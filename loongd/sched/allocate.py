@@ -69,7 +69,7 @@ class Allocate:
         return any(map(self._draft.is_prefills_turn, self._draft.idle))
 
     def is_paid(self, instance: int) -> bool:
-        """Decode has had as much time there as the last prefill took, or nobody decodes there."""
+        """Decode has had its share of the last prefill's time there, or nobody decodes there."""
         if self.forced or instance not in self._draft.component_of:
             return True
         return self._instances[instance].decode_debt_s <= 0.0

@@ -2,8 +2,8 @@
 
 First come, first served, on two conditions. Slots: a request is admitted when what all running
 and admitted requests may still grow to leaves room for it. Order: two kinds may pass.
-- While the first request without room waits, short ones behind it may start if room for it
-  remains once every request older than it has ended. So it waits for those at most, never for
+- While the first request without room waits, short and cheap ones behind it may start if room for
+  it remains once every request older than it has ended. So it waits for those at most, never for
   who passed; after `max_passes` of them nobody passes any more.
 - A long prompt that has room but no instance is passed by short ones, and by cheaper long ones
   (least predicted time x length first), until it has waited `URGENT_WAITS` times the configured
@@ -161,8 +161,9 @@ class Dispatch:
         return self._view.now - request.arrived_s
 
     def late_s(self, request: Request) -> float:
-        """When it has waited for as long as its prefill takes, or for the bound: from then on it
-        may interrupt a decode group whatever that costs the group."""
+        """When it has waited for as long as its prefill takes, or for the bound: from then on a
+        long one may interrupt a decode group that has had its time, and a short one need not wait
+        for an instance without an unfinished prefill."""
         own_s = self._costs.alone_s(0, request.num_tokens)
         return request.arrived_s + min(self._bound_s, own_s)
 
@@ -172,18 +173,20 @@ class Dispatch:
 
     def is_urgent(self, request: Request) -> bool:
         """A long prompt was passed for long enough, before its first chunk or after it."""
-        return self.rank(request)[0] == 0
+        return self._view.now >= self.urgent_s(request)
 
     def urgent_s(self, request: Request) -> float:
         """When a long prompt becomes urgent, if it is not done by then."""
-        time_s = self._costs.alone_s(0, request.num_tokens)
+        return self._urgent_s(request, self._costs.alone_s(0, request.num_tokens))
+
+    def _urgent_s(self, request: Request, time_s: float) -> float:
         return request.arrived_s + URGENT_WAITS * max(self._bound_s, time_s)
 
     def rank(self, request: Request) -> tuple[int, float, int]:
         """Sorts long prompts: urgent ones by age, others by predicted time x length."""
         cached, left = request.kv_tokens, request.left_tokens
         time_s = self._costs.alone_s(0, request.num_tokens)
-        if self.waited_s(request) >= URGENT_WAITS * max(self._bound_s, time_s):
+        if self._view.now >= self._urgent_s(request, time_s):
             return (0, 0.0, request.order)
         left_s = time_s if cached == 0 else self._costs.alone_s(cached, left)
         return (1, left_s * left, request.order)

@@ -3,7 +3,7 @@
 Beyond the paper. A long prompt is computed in chunks of bounded time (`sched.chunks`). KV of
 finished chunks stays where it is, so those instances are in the group of every later chunk; any
 other instance may join for one chunk and leave after it. After a chunk the decoding requests
-there get as much time as the chunk took, and short prompts one batch, before the next chunk.
+there get their share of the time that it took, and short prompts their turn, before the next.
 
 The best long prompt (`Dispatch.rank`) goes first. One that waits finds its first instance in this
 order: an empty one, one whose decoding requests can move, then, once it has waited for the bound,

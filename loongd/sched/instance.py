@@ -54,7 +54,8 @@ class InstanceView:
 
     `owes_decode` is set when it starts a prefill and cleared when requests whose KV it holds
     start a decode step: until then they have the turn, and no other prefill starts there.
-    `decode_debt_s` is time that prefills took there and decode steps have not had since;
+    `decode_debt_s` is what decode steps have not had yet of their share of the time that prefills
+    took there;
     `chunk_turn` is set while the last prefill there was not a chunk of a longer one.
     """
 

@@ -106,5 +106,5 @@ class Outlook:
         return self._late_s(instance, first) if allocate.stays(instance, first, 0) else -inf
 
     def _late_s(self, instance: int, request: Request) -> float:
-        """When a request has waited for the bound, and the group there has had its time."""
+        """When a request is late, and the group there has had its time."""
         return max(self._dispatch.late_s(request), self._allocate.paid_s(instance))

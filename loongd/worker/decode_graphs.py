@@ -23,7 +23,7 @@ from loongd.kernels.merge import merge_state_
 from loongd.kernels.pool import rope_store_kv
 from loongd.kernels.sampling import best_tokens
 from loongd.model.llama import Llama
-from loongd.model.sampler import Drawing, sample_once
+from loongd.model.sampler import Drawing, Mark, sample_once
 from loongd.worker.captured import STAGES, Captured, capture, graph_pool
 from loongd.worker.decode_layout import (
     BEGIN,
@@ -168,21 +168,16 @@ class DecodeFlight:
     def __init__(self, tokens_B: Tensor, *, on_gpu: bool) -> None:
         """`tokens_B` is on the host; where there is no GPU, it is there already."""
         self._tokens_B = tokens_B
-        self._done: Any = None
-        if on_gpu:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
+        self._done = Mark(on_gpu=on_gpu)
 
     def ready(self) -> bool:
         """Whether the device is through."""
-        done: bool = self._done is None or self._done.query()
-        return done
+        return self._done.is_reached()
 
     def finish(self) -> list[int]:
         """The own rows' tokens, in order, negative for none. Raises RuntimeError for what failed
         on the device."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         tokens: list[int] = self._tokens_B.tolist()
         return tokens
 

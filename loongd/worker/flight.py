@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from loongd.model.sampler import Drawn
+from loongd.model.sampler import Drawn, Mark
 from loongd.wire import Extend, Sampled
 
 
@@ -53,18 +53,13 @@ class Undrawn:
 
     def __init__(self, device: torch.device) -> None:
         """Over when everything that the device has been given is done."""
-        self._done: Any = None
-        if device.type == "cuda":
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
+        self._done = Mark(on_gpu=device.type == "cuda")
 
     def ready(self) -> bool:
-        done: bool = self._done is None or self._done.query()
-        return done
+        return self._done.is_reached()
 
     def finish(self) -> list[Drawn]:
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         return []
 
 

@@ -94,8 +94,7 @@ class _Builder:
             for item in self._shares.items:
                 self._take_item_slots(item)
         except PlanError:
-            for segment, count in reversed(self._grown):
-                self._kv.truncate(segment, count)
+            self._kv.take_back(self._grown)
             raise
 
     def _take_item_slots(self, item: Item) -> None:

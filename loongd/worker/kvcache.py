@@ -149,6 +149,11 @@ class KvCache:
         if keep == 0:
             del self._segments[segment]
 
+    def take_back(self, grown: Sequence[tuple[int, int]]) -> None:
+        """Truncate segments by what a step has added to them, (segment, tokens), newest first."""
+        for segment, count in reversed(grown):
+            self.truncate(segment, count)
+
     def slots_of(self, segments: Sequence[int]) -> npt.NDArray[np.int64]:
         """All local slots of these segments, oldest first; unknown segments have none here."""
         parts = [

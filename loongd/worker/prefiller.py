@@ -45,7 +45,7 @@ class Prefiller:
         full; the pool is then as before."""
         grown: list[tuple[int, int]] = []
         with ExitStack() as undo:
-            undo.callback(self._take_back, grown)
+            undo.callback(self._parts.kv.take_back, grown)
             numbers = lay_out_prefill(step, self._rank, shape, self._parts.table, grown)
             hidden_BD = self._graphs.launch(numbers)
             if hidden_BD is None:
@@ -61,7 +61,3 @@ class Prefiller:
         params = [extend.sampling or Sampling() for extend in sampled]
         positions = [extend.start + len(extend.tokens) // 4 for extend in sampled]
         return Airborne(begin_sample(logits_BV, params, positions), sampled)
-
-    def _take_back(self, grown: list[tuple[int, int]]) -> None:
-        for segment, count in reversed(grown):
-            self._parts.kv.truncate(segment, count)

@@ -242,7 +242,7 @@ class Runner:
         windowed = self._is_windowed(step)
         layout = lay_out(step, self._instance, kv, row_bytes=self._row_bytes, windowed=windowed)
         with ExitStack() as undo:
-            undo.callback(self._take_back, layout)
+            undo.callback(self.parts.kv.take_back, layout.grown)
             sampled = self._forward(layout)
             undo.pop_all()
         self._finish()
@@ -253,10 +253,6 @@ class Runner:
         """Wait for the device: only then is the step over, and its time known."""
         if self.parts.device.type == "cuda":
             torch.cuda.synchronize(self.parts.device)
-
-    def _take_back(self, layout: StepLayout) -> None:
-        for segment, count in reversed(layout.grown):
-            self.parts.kv.truncate(segment, count)
 
     @torch.inference_mode()
     def warm_up(self, num_instances: int, progress: Callable[[str, float], None]) -> None:

@@ -6,8 +6,8 @@ frees instances; batching (`sched.batching`) splits prompts over empty instances
 in chunks (`sched.elastic`); decode takes what is left (`sched.scaling`).
 
 Order of a round: a long prompt that was passed for long enough; short prompts and the best long
-one on empty instances; short ones where they interrupt a decode group for gain; the best long
-prompt elsewhere; next chunks; decode steps.
+one on empty instances; short ones where a decode group has had its share of the time, or where
+interrupting it gains; the best long prompt elsewhere; next chunks; decode steps.
 """
 
 from __future__ import annotations
