@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from loongd.kernels.division import Division
+
 _FLAG_TIMEOUT_S = 30.0
 _GREEDY_TEMPERATURE = 1e-5
 _DRAWN_ROWS = 32
@@ -90,19 +92,20 @@ def extend_planned(
     q_TNH: Tensor,
     k_SKH: Tensor,
     v_SKH: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     tiles: Tensor,
     ends: Tensor,
     *,
     scale: float,
     tiling: Any,
     out: tuple[Tensor, Tensor],
+    causal: bool = True,
 ) -> None:
-    """Causal spans whose tiles are listed; see `kernels.gpu.attend.extend_planned`."""
+    """Spans whose tiles are listed; see `kernels.gpu.attend.extend_planned`."""
     del ends, tiling
     spans = dict.fromkeys(tuple(tile[:4]) for tile in tiles.tolist() if tile[1])
     ranges = tuple((q, q + num_q, k, k + num_k) for q, num_q, k, num_k in spans)
-    extend(q_TNH, k_SKH, v_SKH, slots, ranges, scale=scale, causal=True, out=out)
+    extend(q_TNH, k_SKH, v_SKH, slots, ranges, scale=scale, causal=causal, out=out)
 
 
 def merge_state_(out_TNH: Tensor, lse_TN: Tensor, part_TNH: Tensor, part_lse_TN: Tensor) -> None:
@@ -322,6 +325,12 @@ def most_rows(weight_OD: Tensor, *, gated: bool = False) -> int:
     return 0
 
 
+def most_rows_added(weight_OD: Tensor) -> int:
+    """Never; see `kernels.gpu.skinny.most_rows_added`."""
+    del weight_OD
+    return 0
+
+
 def new_tickets(device: torch.device) -> Tensor:
     """None are needed; see `kernels.gpu.skinny.new_tickets`."""
     return torch.empty(0, dtype=torch.int32, device=device)
@@ -333,16 +342,44 @@ def linear_of_few(
     bias_O: Tensor | None,
     tickets: Tensor,
     *,
+    division: Division | None = None,
     tile: Any = None,
 ) -> Tensor:
     """y = x W^T + b; see `kernels.gpu.skinny.linear_of_few`."""
     del tickets, tile
-    return functional.linear(x_MD, weight_OD, bias_O)
+    if division is None:
+        return functional.linear(x_MD, weight_OD, bias_O)
+    mean_M = division.squares.sum(0) / x_MD.shape[1]
+    y_MO = functional.linear(x_MD, weight_OD) * (mean_M + division.eps).rsqrt()[:, None]
+    return (y_MO if bias_O is None else y_MO + bias_O).to(x_MD.dtype)
 
 
 def gated_linear_of_few(
-    x_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, tile: Any = None
+    x_MD: Tensor,
+    weight_OD: Tensor,
+    bias_O: Tensor | None,
+    *,
+    division: Division | None = None,
+    tile: Any = None,
 ) -> Tensor:
     """silu of the first half of the product, times the second; see `kernels.gpu.skinny`."""
-    del tile
-    return silu_mul(*functional.linear(x_MD, weight_OD, bias_O).chunk(2, dim=-1))
+    tickets = new_tickets(x_MD.device)
+    both = linear_of_few(x_MD, weight_OD, bias_O, tickets, division=division, tile=tile)
+    return silu_mul(*both.chunk(2, dim=-1))
+
+
+def add_linear_of_few(
+    x_MD: Tensor,
+    weight_OD: Tensor,
+    bias_O: Tensor | None,
+    residual_MO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+    tickets: Tensor,
+    *,
+    tile: Any = None,
+) -> tuple[Tensor, Division]:
+    """Adds to `residual_MO`; see `kernels.gpu.skinny.add_linear_of_few`."""
+    residual_MO += linear_of_few(x_MD, weight_OD, bias_O, tickets, tile=tile)
+    wide_MO = residual_MO if residual_MO.dtype == torch.float64 else residual_MO.float()
+    return residual_MO * norm_O, Division(wide_MO.square().sum(1)[None], eps)

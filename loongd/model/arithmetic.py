@@ -13,6 +13,8 @@ O outputs, V vocabulary.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from loongd.kernels import elementwise, exact, skinny
+from loongd.kernels.division import Division
 from loongd.model.weights import Projection
 
 
@@ -31,6 +34,17 @@ class TensorParallel(Protocol):
 
     def all_gather(self, x_BV: Tensor) -> Tensor:
         """The ranks' equally shaped tensors side by side: (B, R V), by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Where two projections meet at the residual stream: `added` adds to it, `following` reads the
+    norm of that."""
+
+    added: Projection
+    norm_D: Tensor
+    eps: float
+    following: Projection
 
 
 class Arithmetic(Protocol):
@@ -75,8 +89,41 @@ class Arithmetic(Protocol):
     ) -> Tensor:
         """The only output of a projection cut by inputs, summed over the ranks."""
 
+    def add(
+        self,
+        projection: Projection,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        ranks: TensorParallel | None,
+    ) -> None:
+        """`residual_TD` grows by `project_summed`. `norm_D` belongs to the norm that is next."""
+
+    def add_and_project(
+        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+    ) -> tuple[Tensor, ...]:
+        """`residual_TD` grows by `project_summed(joint.added, x_TD)`; `joint.following` of the norm
+        of that, as `project`."""
+
+    def add_and_project_gated(
+        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+    ) -> Tensor:
+        """As `add_and_project`, with `project_gated`."""
+
     def logits(self, x_BD: Tensor, lm_head_VD: Tensor) -> Tensor:
         """Logits of the head's rows."""
+
+
+def _add_norm(
+    math: Arithmetic,
+    joint: Joint,
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    ranks: TensorParallel | None,
+) -> Tensor:
+    """What `joint.following` reads."""
+    added_TD = math.project_summed(joint.added, x_TD, ranks)
+    return math.add_rms_norm(added_TD, residual_TD, joint.norm_D, joint.eps)
 
 
 _LEAST_WIDENED = 3
@@ -141,8 +188,75 @@ class Fast:
             ranks.all_reduce(out_TD)
         return out_TD
 
+    def add(
+        self,
+        projection: Projection,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        ranks: TensorParallel | None,
+    ) -> None:
+        # of few rows, a part of the norm comes with it: a kernel without is one more to compile
+        if self._add_few(projection, x_TD, residual_TD, norm_D, 0.0, ranks) is None:
+            residual_TD += self.project_summed(projection, x_TD, ranks)
+
+    def add_and_project(
+        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+    ) -> tuple[Tensor, ...]:
+        added = self._add_joined(joint, x_TD, residual_TD, ranks)
+        if added is None:
+            return self.project(joint.following, _add_norm(self, joint, x_TD, residual_TD, ranks))
+        assert self._tickets is not None
+        product = partial(skinny.linear_of_few, tickets=self._tickets, division=added[1])
+        return joint.following(added[0], product)
+
+    def add_and_project_gated(
+        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+    ) -> Tensor:
+        added = self._add_joined(joint, x_TD, residual_TD, ranks, gated=True)
+        if added is None:
+            norm_TD = _add_norm(self, joint, x_TD, residual_TD, ranks)
+            return self.project_gated(joint.following, norm_TD)
+        (weight_OD,), (bias_O,) = joint.following.weights_OD, joint.following.biases_O
+        return skinny.gated_linear_of_few(added[0], weight_OD, bias_O, division=added[1])
+
     def logits(self, x_BD: Tensor, lm_head_VD: Tensor) -> Tensor:
         return self._linear(x_BD, lm_head_VD, None)
+
+    def _add_joined(
+        self,
+        joint: Joint,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        ranks: TensorParallel | None,
+        *,
+        gated: bool = False,
+    ) -> tuple[Tensor, Division] | None:
+        """As `_add_few`, if what follows is an own product too."""
+        weight_OD, *others = joint.following.weights_OD
+        if others or not self._are_few(x_TD, weight_OD, gated=gated):
+            return None
+        return self._add_few(joint.added, x_TD, residual_TD, joint.norm_D, joint.eps, ranks)
+
+    def _add_few(
+        self,
+        added: Projection,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+        ranks: TensorParallel | None,
+    ) -> tuple[Tensor, Division] | None:
+        """As `skinny.add_linear_of_few` where that is best and no sum over ranks comes before the
+        addition; else None, and nothing has happened."""
+        if self._tickets is None or ranks is not None or not 0 < len(x_TD) <= skinny.MOST_ROWS:
+            return None
+        (weight_OD,), (bias_O,) = added.weights_OD, added.biases_O
+        if len(x_TD) > skinny.most_rows_added(weight_OD):
+            return None
+        return skinny.add_linear_of_few(
+            x_TD, weight_OD, bias_O, residual_TD, norm_D, eps, self._tickets
+        )
 
     def _linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         if self._tickets is not None and self._are_few(x_TD, weight_OD):
@@ -216,6 +330,28 @@ class Exact:
             first_TD, *others = parts_TRD.unbind(1)
             out_TD = sum(others, start=first_TD)
         return out_TD.to(x_TD.dtype)
+
+    def add(
+        self,
+        projection: Projection,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        ranks: TensorParallel | None,
+    ) -> None:
+        del norm_D
+        residual_TD += self.project_summed(projection, x_TD, ranks)
+
+    def add_and_project(
+        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+    ) -> tuple[Tensor, ...]:
+        return self.project(joint.following, _add_norm(self, joint, x_TD, residual_TD, ranks))
+
+    def add_and_project_gated(
+        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+    ) -> Tensor:
+        norm_TD = _add_norm(self, joint, x_TD, residual_TD, ranks)
+        return self.project_gated(joint.following, norm_TD)
 
     def logits(self, x_BD: Tensor, lm_head_VD: Tensor) -> Tensor:
         return exact.linear(x_BD, lm_head_VD).float()

@@ -5,8 +5,8 @@ know: KV, requests, other instances; the `attention` callable does everything ab
 
 Everything but attention works row by row, so long inputs pass through the linear layers in chunks,
 from the output of one layer's attention to q, k, v of the next: beside the hidden states, only
-those are ever as long as the input. Each addition to the residual stream is one pass over memory
-with the norm that follows it.
+those are ever as long as the input. Each addition to the residual stream goes with the norm that
+follows it: the two are one pass over memory, or few rows have them done by the products beside.
 
 Letters: T packed tokens, B selected tokens, D model dim, N query heads, K kv heads, H head dim,
 V vocabulary, R tensor-parallel ranks. N, K and V's slices are what this rank has.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from loongd.model.arithmetic import Arithmetic, Fast, TensorParallel
+from loongd.model.arithmetic import Arithmetic, Fast, Joint, TensorParallel
 from loongd.model.rope import Rotary
 from loongd.model.spec import ModelSpec
 from loongd.model.weights import LayerWeights, Weights
@@ -32,7 +32,7 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Store = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(layer, q_TNH, k_TKH, v_TKH, cos_TH, sin_TH), q and k not rotated yet."""
 
-LINEAR_CHUNK_TOKENS = 16384
+LINEAR_CHUNK_TOKENS = 8192
 """Tokens that pass through the linear layers at once: plenty to fill a GPU, and for an MLP of
 14,336 columns in bf16 under 1.5 GB of intermediates, however long the input."""
 
@@ -93,24 +93,22 @@ class Llama:
         heads: list[Tensor] = []
         for rows in self._chunks(len(hidden_TD)):
             normed_TD = self._math.rms_norm(hidden_TD[rows], layers[0].input_norm_D, eps)
-            self._project(layers[0], normed_TD, rows, angles, heads, store and partial(store, 0))
-        for index, layer in enumerate(layers):
+            qkv = self._math.project(layers[0].qkv, normed_TD)
+            self._turn(layers[0], qkv, rows, angles, heads, store and partial(store, 0))
+            del qkv
+        for index, (layer, following) in enumerate(zip(layers, (*layers[1:], None), strict=True)):
             out_TNH = attention(index, *heads)
             heads = []  # frees them: the next layer's are as long
-            if rows_B is not None and index + 1 == len(layers):
+            if rows_B is not None and following is None:
                 out_TNH = out_TNH if len(out_TNH) == len(rows_B) else out_TNH[rows_B]
                 hidden_TD = hidden_TD[rows_B]
             for rows in self._chunks(len(hidden_TD)):
                 # in place: the residual stream is this function's own
-                part_TD = hidden_TD[rows]
-                added_TD = self._after_attention(layer, out_TNH[rows], part_TD)
-                if index + 1 == len(layers):
-                    part_TD += added_TD
-                    continue
-                following = layers[index + 1]
-                normed_TD = self._math.add_rms_norm(added_TD, part_TD, following.input_norm_D, eps)
-                turn = store and partial(store, index + 1)
-                self._project(following, normed_TD, rows, angles, heads, turn)
+                qkv = self._after_attention(layer, following, out_TNH[rows], hidden_TD[rows])
+                if following is not None:
+                    turn = store and partial(store, index + 1)
+                    self._turn(following, qkv, rows, angles, heads, turn)
+                del qkv  # as long as the input, if that is one chunk
         return hidden_TD
 
     @torch.inference_mode()
@@ -133,10 +131,10 @@ class Llama:
         for start in range(0, max(num_tokens, 1), self._chunk_tokens):
             yield slice(start, min(start + self._chunk_tokens, num_tokens))
 
-    def _project(
+    def _turn(
         self,
         layer: LayerWeights,
-        normed_TD: Tensor,
+        qkv: tuple[Tensor, ...],
         rows: slice,
         angles: tuple[Tensor, Tensor],
         heads: list[Tensor],
@@ -146,9 +144,8 @@ class Llama:
 
         `heads` is empty before the first chunk. A chunk that is all of the input is not copied.
         """
-        num_tokens, H, eps = len(normed_TD), self._spec.head_dim, self._spec.rms_norm_eps
-        cos_TH, sin_TH = angles
-        q, k, v = self._math.project(layer.qkv, normed_TD)
+        (q, k, v), (cos_TH, sin_TH) = qkv, angles
+        num_tokens, H, eps = len(q), self._spec.head_dim, self._spec.rms_norm_eps
         q_TNH = q.view(num_tokens, self._spec.num_heads, H)
         k_TKH = k.view(num_tokens, self._spec.num_kv_heads, H)
         v_TKH = v.view(num_tokens, self._spec.num_kv_heads, H)
@@ -168,12 +165,21 @@ class Llama:
         self._math.apply_rotary(q_TNH, k_TKH, cos_TH[rows], sin_TH[rows], out=turned)
         heads[2][rows] = v_TKH
 
-    def _after_attention(self, layer: LayerWeights, out_TNH: Tensor, residual_TD: Tensor) -> Tensor:
-        """Adds the output projection to `residual_TD`; returns what the MLP adds to that."""
-        math, ranks = self._math, self._tensor_parallel
-        out_TD = math.project_summed(layer.out, out_TNH.to(self._dtype).flatten(1), ranks)
-        normed_TD = math.add_rms_norm(
-            out_TD, residual_TD, layer.post_norm_D, self._spec.rms_norm_eps
-        )
-        gated_TF = math.project_gated(layer.gate_up, normed_TD)
-        return math.project_summed(layer.down, gated_TF, ranks)
+    def _after_attention(
+        self,
+        layer: LayerWeights,
+        following: LayerWeights | None,
+        out_TNH: Tensor,
+        residual_TD: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Adds the rest of the layer to `residual_TD`; the following layer's q, k and v, as the
+        projection gives them."""
+        math, ranks, eps = self._math, self._tensor_parallel, self._spec.rms_norm_eps
+        out_TD = out_TNH.to(self._dtype).flatten(1)
+        inner = Joint(layer.out, layer.post_norm_D, eps, layer.gate_up)
+        gated_TF = math.add_and_project_gated(inner, out_TD, residual_TD, ranks)
+        if following is None:
+            math.add(layer.down, gated_TF, residual_TD, self._weights.final_norm_D, ranks)
+            return ()
+        outer = Joint(layer.down, following.input_norm_D, eps, following.qkv)
+        return math.add_and_project(outer, gated_TF, residual_TD, ranks)

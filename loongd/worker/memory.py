@@ -23,7 +23,7 @@ _CPU_POOL_TOKENS = 16384
 """Default slots of a CPU instance; pages of the pool are taken only when they are written."""
 _CPU_POOL_SHARE = 0.25
 """Most of the available memory that the pools of all CPU instances may take by default."""
-_PROFILED_TOKENS = 4 * LINEAR_CHUNK_TOKENS
+_PROFILED_TOKENS = 8 * LINEAR_CHUNK_TOKENS
 """Most tokens of the forward passes that measure the memory of activations."""
 _GPU_RESERVE_BYTES = 2 << 30
 """Kept for NCCL, cuBLAS and the allocator's fragments."""

@@ -103,6 +103,13 @@ def _attention(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> 
         lists = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
         state = torch.zeros_like(q), torch.zeros(q.shape[:2])
         attend.extend_planned(q, k, k, slots.int(), *lists, scale=1.0, tiling=tiling, out=state)
+        attend.extend_planned(
+            q, k, k, slots.int(), *lists, scale=1.0, tiling=tiling, out=state, causal=False
+        )
+        tiling = plan.extend_tiling(
+            q.device, dtype, head_dim, len(q) * heads // kv_heads, has_slots=False
+        )
+        attend.extend_planned(q, k, k, None, *lists, scale=1.0, tiling=tiling, out=state)
     for num_q in (4, most, 100, 600):
         ranges = ((0, num_q, 0, 256),)
         attend.extend(q, k, k, None, ranges, scale=1.0, causal=True, out=(q, q[..., 0].float()))
@@ -141,6 +148,13 @@ def _products(dtype: torch.dtype) -> None:
     for rows, weight in ((16, narrow), (32, narrow), (64, wide)):
         skinny.linear_of_few(x[:rows], weight, None, tickets)
         skinny.gated_linear_of_few(x[:rows], narrow, None)
+    if dtype != torch.bfloat16:
+        return
+    for few in (x[:16], x[:32]):
+        stream = (few.clone(), x[0], 1e-5)
+        times_norm, division = skinny.add_linear_of_few(few, narrow, None, *stream, tickets)
+        skinny.linear_of_few(times_norm, narrow, None, tickets, division=division)
+        skinny.gated_linear_of_few(times_norm, narrow, None, division=division)
 
 
 def main(cases: list[str]) -> None:

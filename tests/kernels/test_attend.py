@@ -163,6 +163,30 @@ def test_extend_writes_only_its_spans(device: torch.device) -> None:
     assert (out[1][3:7] == 7).all()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_extend_planned_over_packed_keys(device: torch.device, *, causal: bool) -> None:
+    """A span without keys gives zeros, whatever was there; rows in no span are left alone."""
+    q_lens, k_lens = (3, 40, 9), (3, 90, 0)
+    p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    tiling = Tiling(32, 16, 4, 2, 14, 16)
+    tables = tile_table(p.ranges, 3, tiling.block_m, tiling.block_k, causal=causal)
+    lists = [torch.from_numpy(table).to(device) for table in tables]
+    q = torch.cat((p.q, torch.full_like(p.q[:4], torch.nan)))
+    k, v = p.k[p.slots], p.v[p.slots]
+    expected = reference.extend(
+        q[:-4].double(), k.double(), v.double(), None, p.ranges, scale=p.scale, causal=causal
+    )
+    for kernels in (attend, reference):
+        out = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0, device=device)
+        kernels.extend_planned(
+            q, k, v, None, *lists, scale=p.scale, tiling=tiling, out=out, causal=causal
+        )
+        assert_close(out[0][:-4], expected[0], FULL)
+        assert_close(out[1][:-4], expected[1], FULL)
+        assert (out[0][-4:] == 7).all()
+        assert (out[1][-4:] == 7).all()
+
+
 @pytest.mark.parametrize("dtype", [FULL, HALF], ids=str)
 def test_extend_planned_by_a_padded_list(device: torch.device, dtype: torch.dtype) -> None:
     """Spans anywhere in a table, shares that end within a tile, rows and tiles of padding."""

@@ -1,4 +1,5 @@
-"""Products of few rows equal float64's, in every tile, and rows do not see each other.
+"""Products of few rows equal float64's, in every tile, and rows do not see each other; so do those
+with a norm between them.
 
 The rules that choose are checked against the measurements that they come from.
 """
@@ -15,7 +16,7 @@ from kernel_kit import assert_close, poisoned
 from torch import Tensor
 
 from loongd.kernels import reference
-from loongd.kernels.gpu import skinny
+from loongd.kernels.gpu import elementwise, skinny
 from loongd.kernels.gpu.skinny import Tile
 
 DTYPES = [torch.float32, torch.float16]
@@ -54,6 +55,83 @@ def check(
         assert_close(got, reference.gated_linear_of_few(x.double(), w.double(), b64), dtype)
 
 
+def check_norm_between(
+    rows: int, shape: tuple[int, int], tile: Tile | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A product that is added to rows with gaps between them, and two that read the norm of that;
+    with and without biases."""
+    dim, num_ins = shape
+    eps = 0.1  # large enough to be missed
+    x = random(rows, num_ins, dtype=dtype, device=device)
+    w = random(dim, num_ins, dtype=dtype, device=device, seed=2).mul_(num_ins**-0.5)
+    following = random(140, dim, dtype=dtype, device=device, seed=3).mul_(dim**-0.5)
+    norm = random(dim, dtype=dtype, device=device, seed=4)
+    before = random(rows, dim + 8, dtype=dtype, device=device, seed=5)
+    biases = random(max(dim, 140), dtype=dtype, device=device, seed=6)
+    tickets = skinny.new_tickets(device)
+    for bias, next_bias in ((None, None), (biases[:dim], biases[:140])):
+        stream = before.clone()
+        with poisoned():
+            scaled, division = skinny.add_linear_of_few(
+                x, w, bias, stream[:, :dim], norm, eps, tickets, tile=tile
+            )
+        # the stream has the bits that a kernel of its own would give it
+        product, alone = skinny.linear_of_few(x, w, bias, tickets, tile=tile), before.clone()
+        elementwise.add_rms_norm(product, alone[:, :dim], norm, eps)
+        assert torch.equal(stream, alone)
+        normed = reference.rms_norm(stream[:, :dim].double(), norm.double(), eps)
+        wide = (following.double(), None if next_bias is None else next_bias.double())
+        with poisoned():
+            got = skinny.linear_of_few(
+                scaled, following, next_bias, tickets, division=division, tile=tile
+            )
+        assert got.dtype == dtype
+        assert_close(got, reference.linear_of_few(normed, *wide, tickets), dtype)
+        assert not tickets.any()
+        if tile is not None and tile.splits > 1:
+            continue
+        with poisoned():
+            got = skinny.gated_linear_of_few(
+                scaled, following, next_bias, division=division, tile=tile
+            )
+        assert_close(got, reference.gated_linear_of_few(normed, *wide), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_norm_between_products_in_the_chosen_tile(
+    device: torch.device, dtype: torch.dtype, rows: int
+) -> None:
+    check_norm_between(rows, (200, 300), None, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_norm_between_products_in_a_tile(
+    device: torch.device, dtype: torch.dtype, tile: Tile, shape: tuple[int, int]
+) -> None:
+    check_norm_between(11, shape, tile, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_twins_of_products_with_a_norm_between(dtype: torch.dtype, bias: bool) -> None:
+    cpu, tickets = torch.device("cpu"), torch.empty(0)
+    x, stream, norm = (random(*n, dtype=dtype, device=cpu) for n in ((5, 40), (5, 24), (24,)))
+    w, b, following = (random(*n, dtype=dtype, device=cpu) for n in ((24, 40), (24,), (14, 24)))
+    b, next_b = (b, b[:14]) if bias else (None, None)
+    alone = stream.clone()
+    scaled, division = reference.add_linear_of_few(x, w, b, stream, norm, 0.1, tickets)
+    product = reference.linear_of_few(x, w, b, tickets)
+    normed = reference.add_rms_norm(product, alone, norm, 0.1)
+    assert torch.equal(stream, alone)
+    got = reference.linear_of_few(scaled, following, next_b, tickets, division=division)
+    torch.testing.assert_close(got, reference.linear_of_few(normed, following, next_b, tickets))
+    got = reference.gated_linear_of_few(scaled, following, next_b, division=division)
+    torch.testing.assert_close(got, reference.gated_linear_of_few(normed, following, next_b))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 64])
 def test_product_in_the_chosen_tile(device: torch.device, dtype: torch.dtype, rows: int) -> None:
@@ -85,6 +163,29 @@ def test_a_row_does_not_depend_on_the_others(
         assert torch.equal(alone, together[first : first + rows])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nor_does_it_with_a_norm_between(
+    device: torch.device, dtype: torch.dtype, splits: int
+) -> None:
+    tile = Tile(16, 16, 32, 4, 2, splits)
+    x, stream = (random(16, 96, dtype=dtype, device=device, seed=n) for n in (1, 2))
+    w, norm = random(96, 96, dtype=dtype, device=device, seed=3), stream[0]
+    tickets = skinny.new_tickets(device)
+
+    def both(rows: slice) -> tuple[Tensor, Tensor]:
+        added = stream[rows].clone()
+        scaled, division = skinny.add_linear_of_few(
+            x[rows], w, None, added, norm, 1e-5, tickets, tile=tile
+        )
+        return added, skinny.linear_of_few(scaled, w, None, tickets, division=division, tile=tile)
+
+    together = both(slice(16))
+    for rows in (slice(5, 6), slice(2, 11)):
+        for alone, whole in zip(both(rows), together, strict=True):
+            assert torch.equal(alone, whole[rows])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5, 16, 32, 64])
 @pytest.mark.parametrize(
@@ -92,6 +193,15 @@ def test_a_row_does_not_depend_on_the_others(
 )
 def test_product_on_a_gpu(device: torch.device, shape: tuple[int, int], rows: int) -> None:
     check(rows, shape, None, torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 32])
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (5120, 13824)], ids=str)
+def test_norm_between_products_on_a_gpu(
+    device: torch.device, shape: tuple[int, int], rows: int
+) -> None:
+    check_norm_between(rows, shape, None, torch.bfloat16, device)
 
 
 @pytest.mark.gpu
@@ -149,10 +259,20 @@ def test_shapes_below_the_measured_ones_are_the_librarys(
     assert skinny.most_rows(weight, gated=True) == 0
 
 
+def test_a_norm_that_is_not_divided_yet_may_not_fit_float16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(skinny, "_is_measured", lambda device: True)
+    weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    assert skinny.most_rows_added(weight) == skinny.most_rows(weight) == 32
+    assert skinny.most_rows(weight.half()) == 32
+    assert skinny.most_rows_added(weight.half()) == 0
+
+
 def test_every_product_has_a_twin() -> None:
-    for name in ("most_rows", "new_tickets"):
+    for name in ("most_rows", "most_rows_added", "new_tickets"):
         assert getattr(skinny, name).__annotations__ == getattr(reference, name).__annotations__
-    for name in ("linear_of_few", "gated_linear_of_few"):
+    for name in ("linear_of_few", "gated_linear_of_few", "add_linear_of_few"):
         ours, twin = (dict(getattr(x, name).__annotations__) for x in (skinny, reference))
         assert ours.pop("tile") == "Tile | None"
         assert twin.pop("tile") == "Any"

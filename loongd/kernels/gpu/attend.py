@@ -112,15 +112,16 @@ def extend_planned(
     q_TNH: Tensor,
     k_SKH: Tensor,
     v_SKH: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     tiles: Tensor,
     ends: Tensor,
     *,
     scale: float,
     tiling: Tiling,
     out: tuple[Tensor, Tensor],
+    causal: bool = True,
 ) -> None:
-    """`extend`, causal, over the pool, with the list of tiles on the device.
+    """`extend` with the list of tiles on the device.
 
     Reads nothing on the host, so it can be captured in a CUDA graph: the same graph serves any
     lists of one length. Rows of `out` that are in no tile are left as they are.
@@ -128,13 +129,14 @@ def extend_planned(
     Args:
         q_TNH, k_SKH, v_SKH, slots, scale: as for `extend`.
         tiles, ends: (T, 5) and (T + 1) int32 as `plan.tile_table` gives them for `tiling` and
-            causal spans; further tiles are all zeros, further ends repeat the last one.
+            `causal`; further tiles are all zeros, further ends repeat the last one.
         tiling: sizes of the launch.
         out: contiguous out_TNH (any float type) and float32 lse_TN.
+        causal: as for `extend`.
     """
     tables = (None, None, None, tiles, ends)
     work = (len(tiles), tiling.block_m)
-    _launch(q_TNH, k_SKH, v_SKH, slots, tables, out, work, scale, tiling, causal=True)
+    _launch(q_TNH, k_SKH, v_SKH, slots, tables, out, work, scale, tiling, causal=causal)
 
 
 def _empty_like(q_TNH: Tensor) -> tuple[Tensor, Tensor]:

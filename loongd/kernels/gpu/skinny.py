@@ -3,7 +3,7 @@
 Knows: tiles by shape, measured on H200. All tensors of a call are of one type; W is contiguous.
 Does not know: projections, layers.
 
-Letters: M rows, D inputs, O outputs, F outputs of a gated product.
+Letters: M rows, D inputs, O outputs, F outputs of a gated product, P blocks of outputs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from loongd.kernels.division import Division
 from loongd.kernels.gpu.skinny_kernels import product_of_few
 from loongd.kernels.skinny import MOST_ROWS
 
@@ -44,6 +45,12 @@ def most_rows(weight_OD: Tensor, *, gated: bool = False) -> int:
     if weight_OD.dtype == torch.float32 or not _is_measured(weight_OD.device):
         return 0
     return _threshold(*weight_OD.shape, gated=gated)
+
+
+def most_rows_added(weight_OD: Tensor) -> int:
+    """Rows up to which `add_linear_of_few` is faster than the product and an addition with a norm;
+    0 if never. Not divided yet, a norm of float16 may pass that type's largest number, 65,504."""
+    return most_rows(weight_OD) if weight_OD.dtype == torch.bfloat16 else 0
 
 
 def _threshold(num_outs: int, dim: int, *, gated: bool) -> int:
@@ -83,10 +90,13 @@ def linear_of_few(
     bias_O: Tensor | None,
     tickets: Tensor,
     *,
+    division: Division | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """y = x W^T + b (M, O), new, summed in float32; M <= `MOST_ROWS`. Never waits for the host."""
-    return _launch(x_MD, weight_OD, bias_O, tickets, tile, gated=False)
+    y_MO = x_MD.new_empty(len(x_MD), len(weight_OD))
+    _launch(x_MD, weight_OD, bias_O, y_MO, tickets, tile, division=division)
+    return y_MO
 
 
 def gated_linear_of_few(
@@ -94,28 +104,59 @@ def gated_linear_of_few(
     weight_OD: Tensor,
     bias_O: Tensor | None,
     *,
+    division: Division | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """silu(x G^T + g) * (x U^T + u), (M, F), of W = (G, U) with O = 2F rows and b = (g, u). As
     `linear_of_few`; nothing is rounded between the sums and the result."""
-    return _launch(x_MD, weight_OD, bias_O, None, tile, gated=True)
+    y_MF = x_MD.new_empty(len(x_MD), len(weight_OD) // 2)
+    _launch(x_MD, weight_OD, bias_O, y_MF, None, tile, division=division, gated=True)
+    return y_MF
+
+
+def add_linear_of_few(
+    x_MD: Tensor,
+    weight_OD: Tensor,
+    bias_O: Tensor | None,
+    residual_MO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+    tickets: Tensor,
+    *,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Division]:
+    """`residual_MO += linear_of_few(x)` in place, rounded as by `elementwise.add_rms_norm`; returns
+    the norm of that, times `norm_O` but not divided yet. Rows of `residual_MO` have no gaps."""
+    (num_rows, num_outs), stride = residual_MO.shape, residual_MO.stride(1)
+    assert stride == 1 or num_outs == 1
+    if tile is None:
+        tile = tile_of(num_rows, num_outs, x_MD.dtype, gated=False)
+    y_MO = x_MD.new_empty(num_rows, num_outs)
+    parts = triton.cdiv(num_outs, tile.block_o)
+    squares_PM = x_MD.new_empty(parts, num_rows, dtype=torch.float32)
+    stream = (residual_MO, norm_O, squares_PM)
+    _launch(x_MD, weight_OD, bias_O, y_MO, tickets, tile, stream=stream)
+    return y_MO, Division(squares_PM, eps)
 
 
 def _launch(
     x_MD: Tensor,
     weight_OD: Tensor,
     bias_O: Tensor | None,
+    y_MO: Tensor,
     tickets: Tensor | None,
     tile: Tile | None,
     *,
-    gated: bool,
-) -> Tensor:
-    (num_rows, dim), num_outs = x_MD.shape, len(weight_OD) // (1 + gated)
+    gated: bool = False,
+    division: Division | None = None,
+    stream: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """`stream`: what is added to, the weight of its norm, and where sums of squares go."""
+    (num_rows, dim), num_outs = x_MD.shape, y_MO.shape[1]
     assert num_rows <= MOST_ROWS
     assert weight_OD.is_contiguous()
-    y_MO = torch.empty(num_rows, num_outs, dtype=x_MD.dtype, device=x_MD.device)
     if num_rows == 0:
-        return y_MO
+        return
     if x_MD.stride(1) != 1:
         x_MD = x_MD.contiguous()
     if tile is None:
@@ -125,9 +166,10 @@ def _launch(
     if tile.splits > 1:
         assert tickets is not None
         assert blocks <= len(tickets)
-        parts = torch.empty(
-            tile.splits, num_rows, num_outs, dtype=torch.float32, device=x_MD.device
-        )
+        parts = x_MD.new_empty(tile.splits, num_rows, num_outs, dtype=torch.float32)
+    residual_MO, norm_O, squares_PM = stream or (None, None, None)
+    if division is not None:
+        squares_PM = division.squares
     product_of_few[(blocks, tile.splits)](
         x_MD,
         weight_OD,
@@ -135,10 +177,15 @@ def _launch(
         y_MO,
         parts,
         tickets,
+        residual_MO,
+        norm_O,
+        squares_PM,
+        division.eps if division is not None else 0.0,
         num_rows,
         num_outs,
         dim,
         x_MD.stride(0),
+        residual_MO.stride(0) if residual_MO is not None else 0,
         BLOCK_M=tile.block_m,
         BLOCK_O=tile.block_o,
         BLOCK_D=tile.block_d,
@@ -146,7 +193,8 @@ def _launch(
         EVEN=dim % tile.block_d == 0,
         GATED=gated,
         HAS_BIAS=bias_O is not None,
+        ADD=residual_MO is not None,
+        NUM_PARTS=len(division.squares) if division is not None else 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return y_MO
