@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -30,15 +27,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from kernel_clock import BF16, DEVICE, Bench, Make, Work, random, with_ratios
+
 from loongd.kernels import cudnn
 from loongd.kernels.attention import AttentionBackend, CudaFlashBackend, PoolSlots, Spans
-from loongd.kernels.gpu import attend, elementwise, merge, pool, sampling
+from loongd.kernels.gpu import attend, draw, elementwise, merge, pool, sampling, skinny
 from loongd.kernels.triton_backend import TritonBackend, select_cuda_backend
 
-ROOFLINE_TB_S = 4.8
-ROOFLINE_TFLOP_S = 989.0
-DEVICE = torch.device("cuda")
-BF16 = torch.bfloat16
 HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
 MIB64 = 64 << 20
@@ -70,120 +65,6 @@ SQUARES: tuple[tuple[str, tuple[int, int], tuple[int, ...]], ...] = (
     ("mha 16 x 256..1216", MHA, tuple(range(256, 1280, 64))),
     ("mha 8 x 1K", MHA, (1024,) * 8),
 )
-
-
-Work = Callable[[], object]
-Make = Callable[[], Work]
-"""A work on new buffers of its own."""
-
-
-def time_us(make: Make, num_bytes: int, runs: int) -> float:
-    """Microseconds of a work that moves `num_bytes`, launch gaps of a graph included."""
-    works = _sets(make, num_bytes)
-    for work in works:
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        # all held to the end, else each would write where the last did
-        outputs = [work() for work in works]
-    taken = _median_us(graph.replay, runs) / len(works)
-    del outputs
-    return taken
-
-
-def _sets(make: Make, num_bytes: int) -> list[Work]:
-    cache_bytes = torch.cuda.get_device_properties(DEVICE).L2_cache_size
-    return [make() for _ in range(max(1, min(64, -(-4 * cache_bytes // num_bytes))))]
-
-
-def _median_us(work: Work, runs: int) -> float:
-    """The median of the medians of runs of 30 ms, after 5 ms of the same."""
-    once_us = statistics.median(_times_us(work, 3))
-    _times_us(work, max(1, int(5e3 / once_us)))
-    count = max(5, int(3e4 / once_us))
-    return statistics.median(statistics.median(_times_us(work, count)) for _ in range(runs))
-
-
-def _times_us(work: Work, count: int) -> list[float]:
-    """Each of `count` runs in a row."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
-    torch.cuda.synchronize()
-    return [1000.0 * first.elapsed_time(second) for first, second in pairwise(marks)]
-
-
-class Bench:
-    """Collects rows; prints a short line of each to stderr."""
-
-    def __init__(self, runs: int) -> None:
-        self._runs = runs
-        self._copies: dict[int, float] = {}
-        self.rows: list[dict[str, Any]] = []
-
-    def copy_tb_s(self, num_bytes: int) -> float:
-        """This card's device-to-device copy that moves so many bytes, read and written."""
-        mib = max(1, min(num_bytes, 8 << 30) >> 20)
-        size = 1 << (mib.bit_length() - 1)
-        if size not in self._copies:
-            self._copies[size] = (size << 20) / self._copy_us(size << 20) / 1e6
-        return self._copies[size]
-
-    def _copy_us(self, num_bytes: int) -> float:
-        def make() -> Work:
-            x = random(num_bytes // 4)
-            return partial(torch.empty_like(x).copy_, x)
-
-        works = _sets(make, num_bytes)
-
-        def all_of_them() -> None:
-            # not in a graph: there a copy becomes a node for the copy engine, which is slower
-            for work in works:
-                work()
-
-        return _median_us(all_of_them, self._runs) / len(works)
-
-    def memory(self, kernel: str, shape: str, num_bytes: int, make: Make) -> None:
-        us = time_us(make, num_bytes, self._runs)
-        rate = num_bytes / us / 1e6
-        copy = self.copy_tb_s(num_bytes)
-        self._add(
-            {
-                "kernel": kernel,
-                "shape": shape,
-                "us": round(us, 2),
-                "bytes": num_bytes,
-                "tb_s": round(rate, 3),
-                "of_roofline": round(rate / ROOFLINE_TB_S, 3),
-                "of_copy": round(rate / copy, 3),
-            }
-        )
-
-    def matrix(self, kernel: str, shape: str, flop: float, num_bytes: int, make: Make) -> None:
-        us = time_us(make, num_bytes, self._runs)
-        rate = flop / us / 1e6
-        self._add(
-            {
-                "kernel": kernel,
-                "shape": shape,
-                "us": round(us, 2),
-                "flop": flop,
-                "tflop_s": round(rate, 1),
-                "of_roofline": round(rate / ROOFLINE_TFLOP_S, 3),
-            }
-        )
-
-    def _add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        figures = {k: v for k, v in row.items() if k not in ("kernel", "shape", "bytes", "flop")}
-        print(f"{row['kernel']:28} {row['shape']:22} {figures}", file=sys.stderr, flush=True)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE, dtype=BF16)
 
 
 def make_pool(num_keys: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -317,6 +198,14 @@ def make_best(rows: int) -> Work:
     return partial(sampling.best_tokens, torch.randn(rows, 128256, device=DEVICE))
 
 
+def make_draw(rows: int, top_p: float) -> Work:
+    """Drawing at temperature 1 from logits whose best tokens have most of the mass."""
+    logits = 3.0 * torch.randn(rows, 128256, device=DEVICE)
+    values = (1.0, 0.0, top_p, 0.0, 0.5)
+    numbers = [torch.full((rows,), x, dtype=torch.float64, device=DEVICE) for x in values]
+    return partial(draw.draw_tokens, logits, *numbers, filtered=top_p < 1)
+
+
 HEADS_BYTES = 4096 * 32 * HEAD_DIM * 2
 """Queries, keys or values of the small kernels."""
 SMALL: tuple[tuple[str, str, int, Make], ...] = (
@@ -330,6 +219,9 @@ SMALL: tuple[tuple[str, str, int, Make], ...] = (
     ("merge_state_", "4096 x 32 x 128", 3 * 2 * HEADS_BYTES, make_merge),
     ("best_tokens", "131 x 128256", 131 * 128256 * 4, partial(make_best, 131)),
     ("best_tokens", "1 x 128256", 128256 * 4, partial(make_best, 1)),
+    ("draw_tokens", "256 x 128256", 256 * 128256 * 4, partial(make_draw, 256, 1.0)),
+    ("draw_tokens, top-p", "256 x 128256", 256 * 128256 * 4, partial(make_draw, 256, 0.9)),
+    ("draw_tokens, top-p", "1 x 128256", 128256 * 4, partial(make_draw, 1, 0.9)),
 )
 """Small kernels at 64 MiB of input or more, with the bytes that they must move."""
 
@@ -339,11 +231,54 @@ def bench_small(bench: Bench) -> None:
         bench.memory(kernel, shape, num_bytes, make)
 
 
+FEW_ROWS = (1, 16, 32, 64)
+PRODUCTS: tuple[tuple[str, int, int, bool], ...] = (
+    ("qkv", 6144, 4096, False),
+    ("out", 4096, 4096, False),
+    ("gate_up", 28672, 4096, True),
+    ("down", 4096, 14336, False),
+)
+"""Llama-3.1-8B's products: name, outputs, inputs, whether gated."""
+
+
+def bench_few(bench: Bench) -> None:
+    """Products of few rows, bound by reading the weights: the own one and the library's."""
+    for name, num_outs, dim, gated in PRODUCTS:
+        for rows in FEW_ROWS:
+            sizes = (rows, num_outs, dim)
+            shape = f"{name} {rows} x {dim} x {num_outs}"
+            own = partial(_own_product, sizes, gated=gated)
+            library = partial(_library_product, sizes, gated=gated)
+            bench.memory("product_of_few", shape, 2 * num_outs * dim, own)
+            bench.memory("library product", shape, 2 * num_outs * dim, library)
+
+
+def _own_product(sizes: tuple[int, int, int], *, gated: bool) -> Work:
+    rows, num_outs, dim = sizes
+    x, weight = random(rows, dim), random(num_outs, dim)
+    if gated:
+        return partial(skinny.gated_linear_of_few, x, weight, None)
+    return partial(skinny.linear_of_few, x, weight, None, skinny.new_tickets(DEVICE))
+
+
+def _library_product(sizes: tuple[int, int, int], *, gated: bool) -> Work:
+    rows, num_outs, dim = sizes
+    x, weight, half = random(rows, dim), random(num_outs, dim), num_outs // 2
+    if not gated:
+        return partial(torch.nn.functional.linear, x, weight)
+
+    def work() -> Tensor:
+        both = torch.nn.functional.linear(x, weight)
+        return elementwise.silu_mul(both[:, :half], both[:, half:])
+
+    return work
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs whose median is reported")
     parser.add_argument("--commit", help="commit of the figures; default: this checkout's")
-    parser.add_argument("--only", choices=("decode", "pool", "square", "small"))
+    parser.add_argument("--only", choices=("decode", "pool", "square", "small", "few"))
     options = parser.parse_args()
     torch.manual_seed(0)
     bench = Bench(options.runs)
@@ -352,6 +287,7 @@ def main() -> None:
         "pool": lambda: bench_pool(bench),
         "square": lambda: bench_square(bench),
         "small": lambda: bench_small(bench),
+        "few": lambda: bench_few(bench),
     }
     for name, part in parts.items():
         if options.only in (None, name):
@@ -369,19 +305,6 @@ def main() -> None:
     }
     json.dump(document, sys.stdout, indent=1)
     print()
-
-
-def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows; matrix-bound ones also with their share of the fastest rate of their shape."""
-    best: dict[str, float] = {}
-    for row in rows:
-        best[row["shape"]] = max(best.get(row["shape"], 0.0), row.get("tflop_s", 0.0))
-    return [
-        {**row, "of_best": round(row["tflop_s"] / best[row["shape"]], 3)}
-        if "tflop_s" in row
-        else row
-        for row in rows
-    ]
 
 
 def _commit() -> str:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
+_BLOCK = 1024
 _PROGRAMS = 1024
 """Programs that together keep enough loads in flight: 8 on each of an H200's 132 units."""
 

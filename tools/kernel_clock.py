@@ -1,0 +1,148 @@
+"""Times works on a GPU and makes rows of them, for the benchmark of the kernels.
+
+Knows: replays of graphs over rotating buffers, this card's own copy, rooflines. Does not know:
+kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOFLINE_TB_S = 4.8
+ROOFLINE_TFLOP_S = 989.0
+DEVICE = torch.device("cuda")
+BF16 = torch.bfloat16
+
+Work = Callable[[], object]
+Make = Callable[[], Work]
+"""A work on new buffers of its own."""
+
+
+def time_us(make: Make, num_bytes: int, runs: int) -> float:
+    """Microseconds of a work that moves `num_bytes`, launch gaps of a graph included."""
+    works = _sets(make, num_bytes)
+    for work in works:
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # all held to the end, else each would write where the last did
+        outputs = [work() for work in works]
+    taken = _median_us(graph.replay, runs) / len(works)
+    del outputs
+    return taken
+
+
+def _sets(make: Make, num_bytes: int) -> list[Work]:
+    cache_bytes = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return [make() for _ in range(max(1, min(64, -(-4 * cache_bytes // num_bytes))))]
+
+
+def _median_us(work: Work, runs: int) -> float:
+    """The median of the medians of runs of 30 ms, after 5 ms of the same."""
+    once_us = statistics.median(_times_us(work, 3))
+    _times_us(work, max(1, int(5e3 / once_us)))
+    count = max(5, int(3e4 / once_us))
+    return statistics.median(statistics.median(_times_us(work, count)) for _ in range(runs))
+
+
+def _times_us(work: Work, count: int) -> list[float]:
+    """Each of `count` runs in a row."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize()
+    return [1000.0 * first.elapsed_time(second) for first, second in pairwise(marks)]
+
+
+class Bench:
+    """Collects rows; prints a short line of each to stderr."""
+
+    def __init__(self, runs: int) -> None:
+        self._runs = runs
+        self._copies: dict[int, float] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def copy_tb_s(self, num_bytes: int) -> float:
+        """This card's device-to-device copy that moves so many bytes, read and written."""
+        mib = max(1, min(num_bytes, 8 << 30) >> 20)
+        size = 1 << (mib.bit_length() - 1)
+        if size not in self._copies:
+            self._copies[size] = (size << 20) / self._copy_us(size << 20) / 1e6
+        return self._copies[size]
+
+    def _copy_us(self, num_bytes: int) -> float:
+        def make() -> Work:
+            x = random(num_bytes // 4)
+            return partial(torch.empty_like(x).copy_, x)
+
+        works = _sets(make, num_bytes)
+
+        def all_of_them() -> None:
+            # not in a graph: there a copy becomes a node for the copy engine, which is slower
+            for work in works:
+                work()
+
+        return _median_us(all_of_them, self._runs) / len(works)
+
+    def memory(self, kernel: str, shape: str, num_bytes: int, make: Make) -> None:
+        us = time_us(make, num_bytes, self._runs)
+        rate = num_bytes / us / 1e6
+        copy = self.copy_tb_s(num_bytes)
+        self._add(
+            {
+                "kernel": kernel,
+                "shape": shape,
+                "us": round(us, 2),
+                "bytes": num_bytes,
+                "tb_s": round(rate, 3),
+                "of_roofline": round(rate / ROOFLINE_TB_S, 3),
+                "of_copy": round(rate / copy, 3),
+            }
+        )
+
+    def matrix(self, kernel: str, shape: str, flop: float, num_bytes: int, make: Make) -> None:
+        us = time_us(make, num_bytes, self._runs)
+        rate = flop / us / 1e6
+        self._add(
+            {
+                "kernel": kernel,
+                "shape": shape,
+                "us": round(us, 2),
+                "flop": flop,
+                "tflop_s": round(rate, 1),
+                "of_roofline": round(rate / ROOFLINE_TFLOP_S, 3),
+            }
+        )
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        figures = {k: v for k, v in row.items() if k not in ("kernel", "shape", "bytes", "flop")}
+        print(f"{row['kernel']:28} {row['shape']:22} {figures}", file=sys.stderr, flush=True)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=BF16)
+
+
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows; matrix-bound ones also with their share of the fastest rate of their shape."""
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row["shape"]] = max(best.get(row["shape"], 0.0), row.get("tflop_s", 0.0))
+    return [
+        {**row, "of_best": round(row["tflop_s"] / best[row["shape"]], 3)}
+        if "tflop_s" in row
+        else row
+        for row in rows
+    ]
