@@ -18,6 +18,9 @@ Cases
 - prefill (only when asked for): one long prompt over all instances, once.
 - chunk (only when asked for): a later chunk of a long prompt on two instances, wherever its older
   tokens are, against half of it on one (`tools/esp_chunk.py`).
+- small (only when asked for): steps of few tokens on all instances, in each way that they can run,
+  and how far these differ (`tools/esp_small.py`).
+- hammer (only when asked for): many such steps of random plans, compared with a ring now and then.
 - timeline: one ring prefill under the profiler: how much of the sending is hidden by computing,
   and what both did from one send to the next (`tools/esp_timeline.py` draws it).
 """
@@ -43,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine_kit import Decoding, Harness, Setup, commit, fullest_tokens, on_all_ranks
 from esp_chunk import chunk, run_laid_out
+from esp_small import hammer, small
 from esp_timeline import draw_text, reduce_trace
 
 from loongd.wire import RunMigrate, RunStep
@@ -135,7 +139,7 @@ def _run_keeping_stripes(runner: Runner, step: RunStep) -> None:
             dataclasses.replace(part, keep=keep if part.source == layout.me else None)
             for part in layout.ring
         )
-        return dataclasses.replace(layout, ring=ring, grown=((segment, own),))
+        return dataclasses.replace(layout, ring=ring, gathered=None, grown=((segment, own),))
 
     run_laid_out(runner, step, stripes)
 
@@ -209,6 +213,14 @@ def _chunk(bench: Bench, cached: int, new: int) -> dict[str, Any]:
     return chunk(bench.harness, bench.median, cached, new)
 
 
+def _small(bench: Bench, new: int, cached: int) -> dict[str, Any]:
+    return small(bench.harness, bench.median, new, cached)
+
+
+def _hammer(bench: Bench, steps: int, check_every: int) -> dict[str, Any]:
+    return hammer(bench.harness, steps, check_every)
+
+
 def timeline(bench: Bench, per_instance: int) -> dict[str, Any]:
     """One ring prefill under the profiler, as instance 0 sees it."""
     harness, everyone = bench.harness, bench.harness.everyone
@@ -248,6 +260,8 @@ def cases_of(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Case
         "ring": (ring, [(tokens,) for tokens in args.ring]),
         "prefill": (prefill, [(tokens,) for tokens in args.prefill]),
         "chunk": (_chunk, args.chunk),
+        "small": (_small, args.small),
+        "hammer": (_hammer, args.hammer),
         "timeline": (timeline, [(args.timeline_tokens,)]),
     }
     for name in args.cases:
@@ -310,6 +324,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=_numbers, default=[1_048_576])
     parser.add_argument(
         "--chunk", type=_pairs, default=_pairs("32768x8192,80000x6144,118000x4096,160000x3072")
+    )
+    parser.add_argument(
+        "--small",
+        type=_pairs,
+        default=_pairs("40x0,400x0,1024x0,2048x0,40x4096,400x4096,400x65536,2048x65536"),
+        help="new tokens x older ones",
+    )
+    parser.add_argument(
+        "--hammer", type=_pairs, default=_pairs("400x5"), help="steps x every which is compared"
     )
     parser.add_argument("--timeline-tokens", type=int, default=16384, help="tokens an instance")
     parser.add_argument("--commit", help="what is measured (default: git's HEAD)")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -36,7 +36,7 @@ def chunk(
     sent: dict[str, int] = {}
 
     def prepare(name: str, members: list[int], places: list[int], count: int) -> Work:
-        step = _step(harness, members, cached, places, count)
+        step = chunk_step(harness, members, cached, places, count)
         how = _passing_queries if name == "passing_queries_s" else lay_out
 
         def work() -> None:
@@ -82,18 +82,25 @@ def _passing_queries(*args: Any, row_bytes: RowBytes, **kwargs: Any) -> StepLayo
     return lay_out(*args, row_bytes=dataclasses.replace(row_bytes, pair_flops=0), **kwargs)
 
 
-def _step(
-    harness: Harness, members: list[int], cached: int, places: list[int], new: int
+def chunk_step(
+    harness: Harness,
+    members: Sequence[int],
+    cached: int,
+    places: Sequence[int],
+    new: int,
+    keep_on: Sequence[int] | None = None,
 ) -> RunStep:
-    """A striped chunk; its older tokens, and then its own, lie on `places` in equal runs."""
+    """A striped chunk: its older tokens lie on `places` in equal runs, and then its own do on
+    `keep_on`, by default the same."""
     segment, placed = harness.fill(cached, places)
-    step = harness.prefill(members, [new], places)
+    step = harness.prefill(members, [new], places if keep_on is None else keep_on)
     (extend,) = step.batch
+    holders = [member for member in members if member in placed]
     over = msgspec.structs.replace(
         extend,
         start=cached,
         cached=[segment],
-        holders=list(placed),
-        holder_tokens=list(placed.values()),
+        holders=holders,
+        holder_tokens=[placed[member] for member in holders],
     )
     return msgspec.structs.replace(step, batch=[over])

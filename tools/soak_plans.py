@@ -185,12 +185,14 @@ class Instance:
         self._check_pool([extend.segment for extend in plan.message.batch])
 
     def _row_bytes(self, plan: Step) -> RowBytes:
-        """As for the model; or of a world where keys always arrive before they are needed."""
+        """As for the model; or of a world where keys always arrive before they are needed. Every
+        other step passes its blocks round, however small they are."""
+        row_bytes = self.row_bytes
+        if plan.message.step_id % 2:
+            row_bytes = dataclasses.replace(row_bytes, gathered_rows=0)
         if plan.round_tokens is None:
-            return self.row_bytes
-        return dataclasses.replace(
-            self.row_bytes, pair_flops=_SLOW_MATH, round_tokens=plan.round_tokens
-        )
+            return row_bytes
+        return dataclasses.replace(row_bytes, pair_flops=_SLOW_MATH, round_tokens=plan.round_tokens)
 
     def _packed(self, rows: list[tuple[int, list[int]]], layer: int, part: int) -> Tensor:
         parts = [self.truths.of(request)[part][layer, positions] for request, positions in rows]

@@ -81,11 +81,14 @@ class TritonBackend:
         square: Square | None = None,
         use_cudnn: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        rehearses: bool = False,
     ) -> None:
+        """With `rehearses` no library is called: that leaves results as they were in memory."""
         self._scale = scale
         self._dtype = dtype
         self._square = square
         self._use_cudnn = use_cudnn
+        self._rehearses = rehearses
         parts = ["triton"]
         if use_cudnn:
             parts.append("cudnn")
@@ -95,14 +98,27 @@ class TritonBackend:
 
     def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
         """cuDNN's plans for the sizes that it is used with."""
-        if not self._use_cudnn:
+        if not self._use_cudnn or self._rehearses:
             return ()
         return cudnn.plan_ahead(num_heads, num_kv_heads, head_dim, self._dtype, scale=self._scale)
+
+    def rehearsing(self) -> TritonBackend:
+        """One that launches the same own kernels, but calls no library: these take long to plan,
+        once a thread."""
+        return TritonBackend(
+            self._scale,
+            square=self._square,
+            use_cudnn=self._use_cudnn,
+            dtype=self._dtype,
+            rehearses=True,
+        )
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
     ) -> tuple[Tensor, Tensor]:
         if self._square is not None:
+            if self._rehearses:
+                return _empty_state(q_TNH, q_TNH.dtype)
             return self._square.square_causal(q_TNH, k_TKH, v_TKH, spans)
         alone = len(spans.ranges) == 1
         least = cudnn.LEAST_SQUARE if alone else cudnn.LEAST_SQUARE_OF_MANY
@@ -112,7 +128,7 @@ class TritonBackend:
             main = cudnn.aligned(q1 - q0, least) if self._use_cudnn else 0
             if main:
                 q, k, v = q_TNH[q0 : q0 + main], k_TKH[k0 : k0 + main], v_TKH[k0 : k0 + main]
-                part, part_lse = cudnn.attention(q, k, v, scale=self._scale, causal=True)
+                part, part_lse = self._library(q, k, v, causal=True)
                 if alone and main == len(q_TNH):
                     return part, part_lse
                 out[q0 : q0 + main] = part
@@ -152,6 +168,15 @@ class TritonBackend:
                 extend(q_TNH, *pool, tuple(ranges), scale=self._scale, out=state)
         return state
 
+    def _library(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        if not self._rehearses:
+            return cudnn.attention(q_TNH, k_TKH, v_TKH, scale=self._scale, causal=causal)
+        out_TNH, lse_TN = _empty_state(q_TNH, q_TNH.dtype)
+        # by head, as cuDNN leaves them
+        return out_TNH, lse_TN.view(lse_TN.shape[1], -1).transpose(0, 1)
+
     def _is_long(self, one: Range) -> bool:
         q0, q1, k0, k1 = one
         enough = q1 - q0 >= cudnn.QUERY_SIZES[-1] and k1 - k0 >= cudnn.KEY_SIZES[-1]
@@ -180,9 +205,7 @@ class TritonBackend:
                 k, v = k_SKH.index_select(0, at), v_SKH.index_select(0, at)
             for low, high in q_pieces:
                 out, lse = state[0][low:high], state[1][low:high]
-                part, part_lse = cudnn.attention(
-                    q_TNH[low:high], k, v, scale=self._scale, causal=False
-                )
+                part, part_lse = self._library(q_TNH[low:high], k, v, causal=False)
                 if first == k0:
                     out.copy_(part)
                     lse.copy_(part_lse)

@@ -4,12 +4,13 @@ Knows: the ring with proactive retention for new tokens, partial attention over 
 wherever they lie, and the merge. One object serves all layers of one step.
 Does not know: how the model makes q, k, v, or why the plan is as it is.
 
-Order per layer: queries leave; own new K/V is stored; ring blocks pass (the next block travels
-while this one is used); own pool; rounds of older tokens' keys (the next round travels while this
-one is used, the first while the model computes before this layer, or while the ring does); others'
-queries are answered; answers come back and are merged in group order. That fixed order makes the
-result independent of arrival; exact partial results (`kernels.exact_attention`) make it
-independent of the group too.
+Order per layer: new K/V of own requests is stored; queries leave with the first block; blocks of
+new K/V pass round the ring (the next block travels while this one is used); own pool; small blocks,
+which come all at once instead, while the pool is used; rounds of older tokens' keys (the next round
+travels while this one is used, the first while the model computes before this layer, or while the
+ring does); others' queries are answered; answers come back and are merged in group order. That
+fixed order makes the result independent of arrival; exact partial results
+(`kernels.exact_attention`) make it independent of the group too.
 """
 
 from __future__ import annotations
@@ -26,10 +27,19 @@ from loongd.kernels.pool import store_kv
 from loongd.worker.comm import Pending, Transport
 from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
-from loongd.worker.layout import Keep, KeyRound, PoolPart, RingStep, Rows, StepLayout
+from loongd.worker.layout import (
+    Gathered,
+    Keep,
+    KeyRound,
+    PoolPart,
+    RingStep,
+    Rows,
+    StepLayout,
+    Tails,
+)
 
 _Block = tuple[Tensor, Tensor]
-"""K and V of one member's stripes: (T, K, H) each."""
+"""K and V of some tokens: (T, K, H) each."""
 
 
 class _State:
@@ -63,17 +73,24 @@ class _State:
         return self._partials.result(self._out, self._lse, self._like.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
-    """Queries on their way to this member."""
+    """Queries that travel to this member (`queries`) and from it.
 
-    pending: Pending
+    They leave with the first blocks, if any do: an exchange costs the host as much as a message.
+    Else `pending` is theirs alone.
+    """
+
+    sends: list[tuple[int, Tensor]]
+    receives: list[tuple[int, Tensor]]
     queries: list[Tensor]
+    left: bool = False
+    pending: Pending | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """A round's keys and values on their way to this member."""
+    """Keys and values on their way to this member: of a round, or all new ones."""
 
     pending: Pending
     blocks: list[_Block]
@@ -126,7 +143,11 @@ class EspAttention:
         asked = self._ask(q_TNH)
         if layout.store is not None:
             self._store(layer, layout.store, k_TKH, v_TKH)
-        self._ring(layer, q_TNH, k_TKH, v_TKH, state)
+        blocks = None
+        if layout.gathered is not None:
+            blocks = self._gather(layout.gathered, k_TKH, v_TKH, asked)
+        else:
+            self._ring(layer, q_TNH, k_TKH, v_TKH, state, asked)
         if layout.square is not None:
             rows = layout.square.rows
             part = (q_TNH[rows], k_TKH[rows], v_TKH[rows])
@@ -140,6 +161,8 @@ class EspAttention:
         if layout.local is not None:
             q_local = q_TNH[layout.local.q_rows]
             state.add(layout.local.q_rows, *self._over_pool(layer, q_local, layout.local))
+        if layout.gathered is not None and blocks is not None:
+            self._over_gathered(layer, layout.gathered, q_TNH, blocks, state)
         self._over_rounds(layer, q_TNH, state)
         self._answer(layer, asked, state, q_TNH)
         if self._transport.lingers and layer + 1 < len(self._windows):
@@ -149,7 +172,9 @@ class EspAttention:
 
     # ---- new x new -----------------------------------------------------------------------------
 
-    def _ring(self, layer: int, q: Tensor, k: Tensor, v: Tensor, state: _State) -> None:
+    def _ring(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, state: _State, asked: _Asked
+    ) -> None:
         layout = self._layout
         if not layout.ring:
             return
@@ -158,7 +183,8 @@ class EspAttention:
         if len(layout.ring) > 1:  # v may be a view with gaps; messages have none
             block = (block[0].contiguous(), block[1].contiguous())
         for number, step in enumerate(layout.ring):
-            following, moving = self._pass_on(block, step, last=number == len(layout.ring) - 1)
+            last = number == len(layout.ring) - 1
+            following, moving = self._pass_on(block, step, asked, last=last)
             if step.keep is not None:
                 self._store(layer, step.keep, *block)
             self._ring_part(layer, q, block, step, state)
@@ -167,7 +193,7 @@ class EspAttention:
             block = following
 
     def _pass_on(
-        self, block: _Block, step: RingStep, *, last: bool
+        self, block: _Block, step: RingStep, asked: _Asked, *, last: bool
     ) -> tuple[_Block, Pending | None]:
         """Start moving blocks one member on; returns the next block (not filled yet)."""
         layout = self._layout
@@ -179,13 +205,60 @@ class EspAttention:
         to, source = (layout.me + 1) % dop, (layout.me - 1) % dop
         sends = [(layout.members[to], part) for part in block if len(part)]
         receives = [(layout.members[source], part) for part in following if len(part)]
-        return following, self._transport.post(sends, receives)
+        return following, self._post(asked, sends, receives)
+
+    def _gather(self, part: Gathered, k: Tensor, v: Tensor, asked: _Asked) -> _Coming:
+        """Start sending the own block to all others and taking in theirs: one message each."""
+        layout = self._layout
+        own = layout.block_lens[layout.me]
+        blocks = k.new_empty((part.num_rows, 2, *k.shape[1:]))
+        torch.stack((k[:own], v[:own]), dim=1, out=blocks[:own])
+        others = list(zip(layout.ring[1:], part.ends[:-1], part.ends[1:], strict=True))
+        receives = [
+            (layout.members[step.source], blocks[first:end])
+            for step, first, end in others
+            if first < end
+        ]
+        sends = [(layout.members[step.source], blocks[:own]) for step, _, _ in others if own]
+        pending = self._post(asked, sends, receives)
+        return _Coming(pending, [(blocks[:, 0], blocks[:, 1])])
+
+    def _over_gathered(
+        self, layer: int, part: Gathered, q: Tensor, coming: _Coming, state: _State
+    ) -> None:
+        """Store what is kept, and own queries over all blocks, in one launch."""
+        coming.pending.wait()
+        own, ((k, v),) = self._layout.block_lens[self._layout.me], coming.blocks
+        if part.keep is not None:
+            self._store(layer, part.keep, k, v)
+        if layer == self._tails_at:
+            self._over_tails(q, (k, v), part.tails, state)
+        elif own:
+            copies = len(part.ends)
+            repeated = q[:own].repeat(copies, 1, 1)
+            out, lse = self._backend.square_causal(repeated, k, v, part.spans)
+            outs, lses = (x.split_with_sizes([own] * copies) for x in (out, lse))
+            for of_block in zip(outs, lses, strict=True):
+                state.add(slice(0, own), *of_block)
+
+    def _post(
+        self,
+        asked: _Asked,
+        sends: list[tuple[int, Tensor]],
+        receives: list[tuple[int, Tensor]],
+    ) -> Pending:
+        """Start an exchange, with the queries that have not left yet."""
+        if not asked.left:
+            asked.left = True
+            sends, receives = asked.sends + sends, asked.receives + receives
+        return self._transport.post(sends, receives)
 
     def _ring_part(
         self, layer: int, q: Tensor, block: _Block, step: RingStep, state: _State
     ) -> None:
         if layer == self._tails_at:
-            self._tail_part(q, block, step, state)
+            rows = tuple(np.arange(first, end) for first, end in step.tails)
+            self._over_tails(q, block, rows, state)
             return
         q_part, k, v = q[step.q_rows], block[0][step.k_rows], block[1][step.k_rows]
         if len(q_part) == 0:
@@ -199,13 +272,12 @@ class EspAttention:
             )
         state.add(step.q_rows, out, lse)
 
-    def _tail_part(self, q: Tensor, block: _Block, step: RingStep, state: _State) -> None:
+    def _over_tails(self, q: Tensor, block: _Block, tails: Tails, state: _State) -> None:
         """The last new tokens alone, in the last layer: each sees all of its request's rows."""
-        slots = tuple(np.arange(first, end) for first, end in step.tails)
-        lens = tuple(map(len, slots))
+        lens = tuple(map(len, tails))
         if any(lens):
             spans = Spans((1,) * len(lens), lens, q.device)
-            packed = PoolSlots(slots, q.device)
+            packed = PoolSlots(tails, q.device)
             state.add(slice(0, len(q)), *self._backend.over_pool(q, *block, packed, spans))
 
     def _store(self, layer: int, keep: Keep, k: Tensor, v: Tensor) -> None:
@@ -264,7 +336,7 @@ class EspAttention:
             state.add(over.q_rows, out, lse)
 
     def _ask(self, q: Tensor) -> _Asked:
-        """Send queries to holders; receive what others send."""
+        """Queries for holders, and room for those that others send."""
         layout = self._layout
         sends = [(member, q[rows].contiguous()) for member, rows, _ in layout.queries_out]
         queries = [q.new_empty((count, *q.shape[1:])) for _, count, _ in layout.queries_in]
@@ -272,12 +344,16 @@ class EspAttention:
             (member, buffer)
             for (member, _, _), buffer in zip(layout.queries_in, queries, strict=True)
         ]
-        return _Asked(self._transport.post(sends, receives), queries)
+        asked = _Asked(sends, receives, queries)
+        if len(layout.ring) < 2:  # nothing that they could leave with
+            asked.pending = self._post(asked, [], [])
+        return asked
 
     def _answer(self, layer: int, asked: _Asked, state: _State, q: Tensor) -> None:
         """Answer others' queries, and merge their answers in group order."""
         layout = self._layout
-        asked.pending.wait()
+        if asked.pending is not None:  # else they came with a block, which was waited for
+            asked.pending.wait()
         sends = []
         for (member, _, part), theirs in zip(layout.queries_in, asked.queries, strict=True):
             out, lse = self._over_pool(layer, theirs, part)

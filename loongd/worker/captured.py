@@ -17,6 +17,8 @@ from torch import Tensor
 
 STAGES = 4
 """Copies of a graph's numbers on the host: one is read by the device while the next is written."""
+NO_GRAPHS = object()
+"""In place of a pool: nothing is captured, as in a rehearsal."""
 
 
 class Captured(Protocol):
@@ -33,7 +35,9 @@ def graph_pool(device: torch.device) -> Any:
 
 def capture(run: Callable[[], None], numbers: Tensor, pool: Any) -> Captured:
     """`run` launches the kernels; they read `numbers` (int32), whose storage stays."""
-    return _Graph(run, numbers, pool) if numbers.is_cuda else _Direct(run, numbers)
+    if numbers.is_cuda and pool is not NO_GRAPHS:
+        return _Graph(run, numbers, pool)
+    return _Direct(run, numbers)
 
 
 class _Direct:

@@ -15,13 +15,25 @@ queries go there and partial results come back (pass-Q), or the K and V come her
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 import numpy as np
 
 from loongd.errors import PlanError
 from loongd.wire import RunStep
 from loongd.worker.exchanges import key_rounds, queries_in, queries_out, stays
 from loongd.worker.kvcache import KvCache
-from loongd.worker.layout import Ints, Keep, PoolPart, RingStep, RowBytes, SquarePart, StepLayout
+from loongd.worker.layout import (
+    Gathered,
+    Ints,
+    Keep,
+    PoolPart,
+    RingStep,
+    RowBytes,
+    SquarePart,
+    StepLayout,
+)
 from loongd.worker.shares import Item, Shares, join
 from loongd.worker.stripes import SpanLens, block_spans, stripe_rows, tail_rows, trimmed
 from loongd.worker.validate import check_held, validate
@@ -41,6 +53,16 @@ def lay_out(
     return _Builder(shares, kv).build()
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One member's ring block as this member uses it; rows count from its first."""
+
+    spans: list[SpanLens]
+    keep_rows: Ints
+    keep_slots: Ints
+    tails: tuple[tuple[int, int], ...]
+
+
 class _Builder:
     def __init__(self, shares: Shares, kv: KvCache) -> None:
         self._shares = shares
@@ -52,6 +74,7 @@ class _Builder:
         self._take_slots()
         shares = self._shares
         owned = [item for item in shares.items if item.rows[0] < item.rows[1]]
+        ring = self._ring()
         sampling = [item for item in owned if shares.owns_last(item)]
         return StepLayout(
             me=shares.me,
@@ -63,7 +86,8 @@ class _Builder:
                 for item in owned
             ),
             block_lens=tuple(self._block_len(source) for source in range(shares.dop)),
-            ring=self._ring(),
+            ring=ring,
+            gathered=self._gathered(ring),
             store=self._store(),
             square=self._square(),
             local=self._local(),
@@ -121,6 +145,25 @@ class _Builder:
         return tuple(self._ring_step((shares.me - step) % shares.dop) for step in range(shares.dop))
 
     def _ring_step(self, source: int) -> RingStep:
+        shares, block = self._shares, self._block(source)
+        used, q_rows, k_rows = trimmed(block.spans)
+        q_positions = join(shares.places(shares.striped, shares.me))
+        k_positions = join(shares.places(shares.striped, source))
+        return RingStep(
+            source=source,
+            keep=self._keep(block.keep_rows, block.keep_slots),
+            q_rows=q_rows,
+            k_rows=k_rows,
+            spans=shares.spans(
+                tuple(q for q, _ in used),
+                tuple(k for _, k in used),
+                [q_positions[q_rows]],
+                [k_positions[k_rows]],
+            ),
+            tails=block.tails,
+        )
+
+    def _block(self, source: int) -> _Block:
         shares = self._shares
         spans: list[SpanLens] = []
         keep_rows, keep_slots = [], []
@@ -135,21 +178,28 @@ class _Builder:
                     slots[source + np.arange(rows.start, rows.stop) * shares.dop - first]
                 )
             block_row += in_block
-        used, q_rows, k_rows = trimmed(spans)
-        q_positions = join(shares.places(shares.striped, shares.me))
-        k_positions = join(shares.places(shares.striped, source))
-        return RingStep(
-            source=source,
-            keep=self._keep(join(keep_rows), join(keep_slots)),
-            q_rows=q_rows,
-            k_rows=k_rows,
-            spans=shares.spans(
-                tuple(q for q, _ in used),
-                tuple(k for _, k in used),
-                [q_positions[q_rows]],
-                [k_positions[k_rows]],
+        tails = tail_rows(in_blocks, map(shares.owns_last, shares.striped))
+        return _Block(spans, join(keep_rows), join(keep_slots), tails)
+
+    def _gathered(self, ring: tuple[RingStep, ...]) -> Gathered | None:
+        """The ring's steps in one, when all members have few rows and no window needs positions."""
+        shares = self._shares
+        lens = [self._block_len(step.source) for step in ring]
+        if len(ring) < 2 or shares.windowed or max(lens) > shares.row_bytes.gathered_rows:
+            return None
+        ends = list(itertools.accumulate(lens))
+        blocks = [self._block(step.source) for step in ring]
+        placed = list(zip([0, *ends[:-1]], blocks, strict=True))
+        spans = [span for block in blocks for span in block.spans if any(span)]
+        tails = zip(*([(at + lo, at + hi) for lo, hi in b.tails] for at, b in placed), strict=True)
+        return Gathered(
+            ends=tuple(ends),
+            keep=self._keep(
+                join(at + block.keep_rows for at, block in placed),
+                join(block.keep_slots for block in blocks),
             ),
-            tails=tail_rows(in_blocks, map(shares.owns_last, shares.striped)),
+            spans=shares.spans(tuple(q for q, _ in spans), tuple(k for _, k in spans), [], []),
+            tails=tuple(join(np.arange(*rows) for rows in of_one) for of_one in tails),
         )
 
     def _mastered(self) -> list[Item]:

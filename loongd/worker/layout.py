@@ -26,6 +26,10 @@ ROUND_TOKENS = 32768
 """Most older tokens whose keys a member takes in in one round, while it computes over the round
 before: the largest size of keys that cuDNN is planned for (`kernels.cudnn.KEY_SIZES`), for which
 merging is cheapest. Two rounds are in memory: 1 GiB with 16 KiB a token and layer."""
+GATHERED_ROWS = 1024
+"""Most new tokens of a member for which all members send their K and V to all at once. So few are
+launched by the host more slowly than computed (28 us each, 8B on an H200, against 1.7 ms and more a
+layer), and a ring launches anew for each block; more should travel while others are used."""
 FLOPS_PER_BYTE = 1775
 """What a member computes in attention while a byte comes from another: 600 TFLOP/s, as cuDNN does
 on an H200, over the 338 GB/s that NVLink gives it each way. Elsewhere keys may travel too late or
@@ -37,12 +41,14 @@ class RowBytes:
     """Bytes that one row costs on the way: a query with its float32 answer, and a token's K, V.
 
     `pair_flops` are the operations of a query over a key: with 0 bytes alone decide what travels.
+    `round_tokens` and `gathered_rows` bound what is in memory at once.
     """
 
     query: int
     key: int
     pair_flops: int = 0
     round_tokens: int = ROUND_TOKENS
+    gathered_rows: int = GATHERED_ROWS
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> RowBytes:
@@ -79,6 +85,28 @@ class RingStep:
     tails: tuple[tuple[int, int], ...] = ()
     """(first, end) of the block's rows of each request whose last new token is a query here, in
     the order of `StepLayout.sample_rows`: that token sees all of them."""
+
+
+Tails = tuple[Ints, ...]
+"""Rows of blocks that each request's last new token sees, of those whose one is a query here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The ring's blocks side by side, in its order, when they come all at once.
+
+    The first block's rows end at `ends[0]`, and so on; `keep` and `tails` count through all of
+    them; `spans` are those of the ring with all own striped queries again for each block.
+    """
+
+    ends: tuple[int, ...]
+    keep: Keep | None
+    spans: Spans
+    tails: Tails
+
+    @property
+    def num_rows(self) -> int:
+        return self.ends[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +152,8 @@ class StepLayout:
     lengths: Ints
     block_lens: tuple[int, ...]
     ring: tuple[RingStep, ...]
+    gathered: Gathered | None
+    """The same in one, where the blocks are small."""
     store: Keep | None
     square: SquarePart | None
     local: PoolPart | None

@@ -1,11 +1,13 @@
 """Memory that the workers of a node write into each other, for exchanges without the host.
 
-Knows: where a question (queries) and an answer (partial output, log-sum-exp) of each pair lie, and
-their flags. Every worker has one buffer with a part for each worker that may write to it.
+Knows: where what one worker writes for another lies, and its flags: a question (queries) and an
+answer (partial output, log-sum-exp), or partial results that nobody has asked for. Every worker
+has one buffer with a part for each worker that may write to it.
 Does not know: layers, steps, who asks whom.
 
 A pair's question and answer each have one place: the next question leaves only after the answer
-to the one before has been used, so nothing is overwritten before it was read.
+to the one before has been used, so nothing is overwritten before it was read. Partial results have
+one place too, and a flag on the way back that says when it is free.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from loongd.kernels.dispatch import pick
 
 _log = logging.getLogger(__name__)
 _ALIGN_BYTES = 256
+REHEARSED_WORKERS = 2
+"""Workers of a world that is only rehearsed: enough to exchange something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class PeerMemory:
         self._kernels = pick("signal", buffers[rank].device)
         shapes = _shapes(max_rows, num_heads, head_dim, dtype)
         self._places = [
-            [_place(buffer, source, shapes) for source in range(len(buffers))] for buffer in buffers
+            [_Place(*_cut(buffer, source, shapes)) for source in range(len(buffers))]
+            for buffer in buffers
         ]
 
     def ask(self, peer: int, q_RNH: Tensor) -> None:
@@ -91,6 +96,74 @@ class PeerMemory:
         return place.answer[:num_rows], place.answer_lse[:num_rows]
 
 
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """One worker's for another: what the other writes here, and the flags that it raises here."""
+
+    partial: Tensor
+    full: Tensor
+    taken: Tensor
+    """The other has read what this worker wrote into its box."""
+
+
+class PartialBoxes:
+    """Partial results that workers send each other: float32 outputs and log-sum-exps of some rows.
+
+    A box is empty or full. `send` fills one, `await_partial` waits for that, `take` says that it
+    has been read and `await_taken` waits for that: to be called between two `send` to one peer,
+    and after the last one, so that every exchange finds all boxes empty and all flags 0.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        rank: int,
+        *,
+        max_rows: int,
+        num_heads: int,
+        head_dim: int,
+        owner: object = None,
+    ) -> None:
+        """`buffers`: as for `PeerMemory`, at least `box_bytes` long; `owner` is kept with them."""
+        self._owner = owner
+        self._rank = rank
+        self._heads = (num_heads, head_dim)
+        self._kernels = pick("signal", buffers[rank].device)
+        shapes = _box_shapes(max_rows, num_heads, head_dim)
+        self._boxes = [
+            [_Box(*_cut(buffer, source, shapes)) for source in range(len(buffers))]
+            for buffer in buffers
+        ]
+
+    def parts(self, partial: Tensor) -> tuple[Tensor, Tensor]:
+        """The output (R, N, H) and the log-sum-exp (R, N) in a partial result, as views."""
+        heads, head_dim = self._heads
+        num_rows = len(partial) // (heads * (head_dim + 1))
+        out, lse = partial.split_with_sizes((num_rows * heads * head_dim, num_rows * heads))
+        return out.view(num_rows, heads, head_dim), lse.view(num_rows, heads)
+
+    def send(self, peer: int, partial: Tensor) -> None:
+        """Write a partial result into the (empty) box of `peer`."""
+        box = self._boxes[peer][self._rank]
+        self._kernels.push_rows(partial, box.partial, box.full)
+
+    def await_taken(self, peer: int) -> None:
+        """Hold this stream until `peer` has read what was sent last."""
+        self._kernels.await_flag(self._boxes[self._rank][peer].taken)
+
+    def await_partial(self, peer: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        """`parts` of what `peer` has sent for so many rows, once it is there."""
+        box = self._boxes[self._rank][peer]
+        heads, head_dim = self._heads
+        partial = box.partial[: num_rows * heads * (head_dim + 1)]
+        self._kernels.await_flag(box.full, self._kernels.push_counts(partial.numel()))
+        return self.parts(partial)
+
+    def take(self, peer: int) -> None:
+        """Tell `peer` that its partial result has been read by all that this stream has done."""
+        self._kernels.raise_flag(self._boxes[peer][self._rank].taken)
+
+
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
@@ -98,6 +171,11 @@ def _shapes(max_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) ->
     rows = (max_rows, num_heads, head_dim)
     flag = ((1,), torch.int32)
     return ((rows, dtype), (rows, torch.float32), (rows[:2], torch.float32), flag, flag)
+
+
+def _box_shapes(max_rows: int, num_heads: int, head_dim: int) -> Shapes:
+    flag = ((1,), torch.int32)
+    return (((max_rows * num_heads * (head_dim + 1),), torch.float32), flag, flag)
 
 
 def _part_bytes(shapes: Shapes) -> list[int]:
@@ -108,11 +186,17 @@ def _part_bytes(shapes: Shapes) -> list[int]:
 def buffer_bytes(
     world_size: int, max_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Length of one worker's buffer."""
+    """Length of one worker's buffer in `PeerMemory`."""
     return world_size * sum(_part_bytes(_shapes(max_rows, num_heads, head_dim, dtype)))
 
 
-def _place(buffer: Tensor, source: int, shapes: Shapes) -> _Place:
+def box_bytes(world_size: int, max_rows: int, num_heads: int, head_dim: int) -> int:
+    """Length of one worker's buffer in `PartialBoxes`."""
+    return world_size * sum(_part_bytes(_box_shapes(max_rows, num_heads, head_dim)))
+
+
+def _cut(buffer: Tensor, source: int, shapes: Shapes) -> list[Tensor]:
+    """The part of a buffer that `source` writes, as tensors of these shapes."""
     sizes = _part_bytes(shapes)
     first = source * sum(sizes)
     parts = []
@@ -120,7 +204,7 @@ def _place(buffer: Tensor, source: int, shapes: Shapes) -> _Place:
         exact = prod(shape) * dtype.itemsize
         parts.append(buffer[first : first + exact].view(dtype).view(shape))
         first += size
-    return _Place(*parts)
+    return parts
 
 
 class MappedBuffers:
@@ -135,7 +219,11 @@ def map_buffers(num_bytes: int, device: torch.device) -> MappedBuffers | None:
     """All workers' buffers, zero; None where GPUs cannot map each other's memory.
 
     Collective over all workers of the default group, and all return the same kind of answer.
+    Before there is one nothing can be sent, only rehearsed: own memory stands for the others'.
     """
+    if not dist.is_initialized():
+        own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return MappedBuffers([own] * REHEARSED_WORKERS, ())
     owners: tuple[object, ...] = ()
     try:
         symmetric = import_module("torch.distributed._symmetric_memory")

@@ -9,10 +9,12 @@ device needs 5 to 15. Keys and values are stored first, and then all attention i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,10 +41,16 @@ class PrefillParts:
     kv: KvCache
     table: SlotTable
 
-    def tiling(self, bucket: int) -> Tiling:
-        """How attention is cut in steps of this bucket."""
+    def tiling(self, bucket: int, *, has_slots: bool = True) -> Tiling:
+        """How attention over the pool, or over packed keys, is cut in steps of this bucket."""
         rows = max(bucket * self.group, _LEAST_TILED_ROWS)
-        return extend_tiling(self.kv.device, self.kv.k_LSKH.dtype, self.spec.head_dim, rows)
+        dtype, head_dim = self.kv.k_LSKH.dtype, self.spec.head_dim
+        return extend_tiling(self.kv.device, dtype, head_dim, rows, has_slots=has_slots)
+
+    def shape(self, bucket: int, *, has_slots: bool = True) -> PrefillShape:
+        """The same, as a step's numbers need it."""
+        tiling = self.tiling(bucket, has_slots=has_slots)
+        return PrefillShape(bucket, self.group, tiling.block_m, tiling.block_k)
 
     @property
     def group(self) -> int:
@@ -132,23 +140,63 @@ class PrefillStep:
         rope_store_kv(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH, self._slots_T, *pool)
 
 
+class Kernels(Protocol):
+    """A step's kernels over fixed tensors: `run` reads `numbers` (int32), fills `hidden_BD`."""
+
+    numbers: Tensor
+    hidden_BD: Tensor | None  # noqa: N815 - a shape
+
+    def run(self) -> None:
+        """Launch them."""
+
+
+Shape = TypeVar("Shape")
+
+
+class StepGraphs(Generic[Shape]):
+    """Steps of one kind: each shape is captured when it is first asked for."""
+
+    def __init__(self, make: Callable[[Shape], Kernels], table: SlotTable, pool: Any) -> None:
+        """`pool` is memory of other graphs (`graph_pool`); their own by default."""
+        self.make = make
+        self._table = table
+        self._known: dict[Shape, tuple[Kernels, Captured]] = {}
+        self._pool: Any = graph_pool(table.slots_S.device) if pool is None else pool
+
+    def launch(self, shape: Shape, numbers: npt.NDArray[np.int32], num_drawn: int) -> Tensor | None:
+        """Start a step: hidden states (B, D) after the last layer of the tokens that draw, valid
+        until the next one in the stream; None when there is none."""
+        self._table.upload()
+        kernels, graph = self.graph(shape)
+        graph.replay(numbers)
+        hidden_BD = kernels.hidden_BD
+        return hidden_BD[:num_drawn] if num_drawn and hidden_BD is not None else None
+
+    def graph(self, shape: Shape) -> tuple[Kernels, Captured]:
+        """Captured now, or before."""
+        known = self._known.get(shape)
+        if known is None:
+            kernels = self.make(shape)
+            known = kernels, capture(kernels.run, kernels.numbers, self._pool)
+            self._known[shape] = known
+        return known
+
+
 class PrefillGraphs:
-    """All graphs of a worker."""
+    """All graphs of a worker's steps alone."""
 
     def __init__(self, parts: PrefillParts, pool: Any = None) -> None:
         """`pool` is memory of other graphs (`graph_pool`); its own by default."""
         self._parts = parts
-        self._graphs: dict[PrefillShape, tuple[PrefillStep, Captured]] = {}
         kv, spec = parts.kv, parts.spec
-        self._pool: Any = graph_pool(kv.device) if pool is None else pool
         sizes = (BUCKETS[-1], spec.num_heads)
         self._out_TNH = torch.zeros(*sizes, spec.head_dim, dtype=kv.k_LSKH.dtype, device=kv.device)
         self._lse_TN = torch.zeros(sizes, dtype=torch.float32, device=kv.device)
+        self._graphs = StepGraphs(self._step, parts.table, pool)
 
     def shape_of(self, bucket: int) -> PrefillShape:
         """The shape of steps of this bucket."""
-        tiling = self._parts.tiling(bucket)
-        return PrefillShape(bucket, self._parts.group, tiling.block_m, tiling.block_k)
+        return self._parts.shape(bucket)
 
     def capture(self) -> Iterator[float]:
         """Capture all buckets; yields the fraction done. The largest first: others fit into what
@@ -157,27 +205,12 @@ class PrefillGraphs:
             shape = self.shape_of(bucket)
             self._step(shape).run()  # compiles what has to be
             torch.cuda.synchronize(self._parts.kv.device)
-            self._graph(shape)
+            self._graphs.graph(shape)
             yield (number + 1) / len(BUCKETS)
 
     def launch(self, step: PrefillNumbers) -> Tensor | None:
-        """Start a step: hidden states (B, D) after the last layer of the tokens that draw, valid
-        until the next one in the stream; None when there is none."""
-        self._parts.table.upload()
-        kernels, graph = self._graph(step.shape)
-        graph.replay(step.numbers)
-        hidden_BD = kernels.hidden_BD
-        if not step.sampled or hidden_BD is None:
-            return None
-        return hidden_BD[: len(step.sampled)]
-
-    def _graph(self, shape: PrefillShape) -> tuple[PrefillStep, Captured]:
-        known = self._graphs.get(shape)
-        if known is None:
-            step = self._step(shape)
-            known = step, capture(step.run, step.numbers, self._pool)
-            self._graphs[shape] = known
-        return known
+        """Start a step; as `StepGraphs.launch`."""
+        return self._graphs.launch(step.shape, step.numbers, len(step.sampled))
 
     def _step(self, shape: PrefillShape) -> PrefillStep:
         state = self._out_TNH[: shape.bucket], self._lse_TN[: shape.bucket]

@@ -136,15 +136,15 @@ def lay_out_prefill(
             rows[:, len(sampled)] = last - 1, begin, end
             sampled.append(extend)
         first = last
-    parts = (tokens.ravel(), rows.ravel(), *_tiles(spans, shape))
+    parts = (tokens.ravel(), rows.ravel(), *tiles_of(spans, shape, causal=True))
     return PrefillNumbers(shape, np.concatenate(parts), tuple(sampled))
 
 
-def _tiles(
-    spans: list[tuple[int, int, int, int]], shape: PrefillShape
+def tiles_of(
+    spans: list[tuple[int, int, int, int]], shape: PrefillShape, *, causal: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """The step's tiles, row by row, and their ends; padded with tiles of nothing."""
-    found, ends = tile_table(spans, shape.group, shape.block_m, shape.block_k, causal=True)
+    found, ends = tile_table(spans, shape.group, shape.block_m, shape.block_k, causal=causal)
     tiles = np.zeros((shape.num_tiles, 5), np.int32)
     tiles[: len(found)] = found
     padding = shape.num_tiles + 1 - len(ends)

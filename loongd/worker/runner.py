@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from loongd.errors import ModelError, WorkerError
-from loongd.kernels.attention import AttentionBackend
-from loongd.kernels.partials import FloatPartials, Partials
 from loongd.model.llama import Llama
 from loongd.model.sampler import sample, sample_once
 from loongd.model.shard import Shard
@@ -28,42 +26,26 @@ from loongd.model.spec import ModelSpec
 from loongd.model.weights import load_weights
 from loongd.wire import Audit, Ready, RunMigrate, RunStep, Sampled, Start
 from loongd.worker.attention import EspAttention
-from loongd.worker.captured import graph_pool
+from loongd.worker.captured import NO_GRAPHS, graph_pool
 from loongd.worker.comm import DistTensorParallel, DistTransport, LoopbackWorld, Transport
 from loongd.worker.decoder import Decoder, can_capture
 from loongd.worker.flight import Flight, Landed, report
 from loongd.worker.follow import LastDraw
 from loongd.worker.geometry import lay_out
 from loongd.worker.heart import Pulse
-from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import RowBytes, StepLayout
 from loongd.worker.memory import StepBytes, device_name, make_pool, pool_tokens
 from loongd.worker.migrate import migrate
 from loongd.worker.numerics import Numerics
-from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
+from loongd.worker.parts import Parts
+from loongd.worker.prefill_graphs import PrefillParts
 from loongd.worker.prefiller import Prefiller
+from loongd.worker.rehearsal import rehearse
 from loongd.worker.room import Room
 from loongd.worker.slot_table import SlotTable
 from loongd.worker.warm import SEGMENTS, warm_steps
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a runner works with; `spec` is this worker's share of the model."""
-
-    spec: ModelSpec
-    device: torch.device
-    dtype: torch.dtype
-    weights_bytes: int
-    model: Llama
-    transport: Transport
-    backend: AttentionBackend
-    kv: KvCache
-    tensor_parallel: DistTensorParallel | None
-    partials: Partials = field(default_factory=FloatPartials)
-    step_bytes: StepBytes | None = None
 
 
 class Runner:
@@ -103,6 +85,8 @@ class Runner:
         shard = Shard(start.tp_rank, start.tensor_parallel_size)
         spec = shard.spec(whole)
         dtype = _torch_dtype(start.dtype)
+        progress("rehearsal", 0.0)
+        kernels = rehearse(start, whole, device, dtype, partial(cls, pulse=Pulse()))
         progress("connect", 0.0)
         transport, tensor_parallel = _join_world(start, device)
         weights = load_weights(
@@ -115,6 +99,7 @@ class Runner:
             progress=progress,
             shard=shard,
         )
+        kernels.finish(progress)
         numerics = Numerics.choose(device, dtype, spec.head_dim, deterministic=start.deterministic)
         model = Llama(
             spec,
@@ -144,8 +129,9 @@ class Runner:
             step_bytes,
         )
         runner = cls(parts, start.instance, pulse)
-        runner.warm_up(start.world_size // start.tensor_parallel_size, progress)
-        runner.capture(start.world_size, progress)
+        with kernels.watched():
+            runner.warm_up(start.world_size // start.tensor_parallel_size, progress)
+            runner.capture(start.world_size, progress)
         # what start-up has made stays for good: a collection that looks at it takes 0.1 s and more
         gc.collect()
         gc.freeze()
@@ -231,9 +217,9 @@ class Runner:
             if batch is not None:
                 return decoder.launch(step, batch)
         if prefiller is not None:
-            bucket = prefiller.shape_of(step)
-            if bucket is not None:
-                return prefiller.launch(step, bucket)
+            shape = prefiller.shape_of(step)
+            if shape is not None:
+                return prefiller.launch(step, shape)
         return Landed(self._run_now(step))
 
     def _run_now(self, step: RunStep) -> list[Sampled]:
@@ -268,10 +254,10 @@ class Runner:
             tokens, positions, torch.full_like(positions, 16), lambda _, q, __, ___: q
         )
         logits_1V = parts.model.logits(hidden[-1:])
-        if not bool(torch.isfinite(logits_1V).all()):
+        if not parts.rehearsing and not bool(torch.isfinite(logits_1V).all()):
             raise ModelError("the weights give no finite logits")
         sample_once(logits_1V)
-        if parts.device.type != "cuda":
+        if parts.device.type != "cuda" and not parts.rehearsing:
             return
         spec = parts.spec
         for fraction in parts.backend.plan_ahead(spec.num_heads, spec.num_kv_heads, spec.head_dim):
@@ -288,9 +274,10 @@ class Runner:
             return
         if not can_capture(parts.spec, parts.device):
             return
-        table, pool = SlotTable(parts.kv), graph_pool(parts.device)
+        table = SlotTable(parts.kv)
+        pool = NO_GRAPHS if parts.rehearsing else graph_pool(parts.device)
         small = PrefillParts(parts.model, parts.spec, parts.kv, table)
-        self._prefiller = Prefiller(small, PrefillGraphs(small, pool), self._instance)
+        self._prefiller = Prefiller.build(small, self._instance, world_size, pool)
         self._decoder = Decoder.build(
             parts.model,
             parts.spec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,13 +26,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Options:
-    """How the attention is made: `row_bytes` as for float32 when None, the same `layers` times."""
+    """How the attention is made: `row_bytes` as for float32 when None, the same `layers` times.
+
+    `in_ring` passes small blocks round too, which are otherwise gathered.
+    """
 
     window: int | None = None
     num_slots: int = 256
     row_bytes: RowBytes | None = None
     num_layers: int = 1
     lingers: bool = True
+    in_ring: bool = False
     partials: Partials = field(default_factory=FloatPartials)
 
 
@@ -164,6 +168,8 @@ def run_all(
     pools, step = make_pools(members, cases, truths, options), make_step(members, cases)
     heads = (truths[0].q.shape[1], truths[0].k.shape[1])
     row_bytes = options.row_bytes or RowBytes.of(*heads, HEAD_DIM, 4)
+    if options.in_ring:
+        row_bytes = replace(row_bytes, gathered_rows=0)
     world = LoopbackWorld(8, timeout_s=2 if options.num_slots == 256 else 60)
     outs: dict[int, Tensor] = {}
     layouts: dict[int, StepLayout] = {}

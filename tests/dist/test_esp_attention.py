@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loongd.errors import PlanError
-from loongd.kernels.attention import CpuFlashBackend, DenseBackend
+from loongd.kernels.attention import CpuFlashBackend, DenseBackend, Spans
 from loongd.wire import Extend, RunStep
 from loongd.worker.comm import LoopbackTransport, Pending
 from loongd.worker.geometry import lay_out
@@ -55,12 +55,13 @@ def steps(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Case], int]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(steps(), st.sampled_from(HEADS))
+@given(steps(), st.sampled_from(HEADS), st.booleans())
 def test_any_plan_equals_dense_attention(
-    case: tuple[tuple[int, ...], list[Case], int], heads: tuple[int, int]
+    case: tuple[tuple[int, ...], list[Case], int], heads: tuple[int, int], in_ring: bool
 ) -> None:
     members, cases, seed = case
-    check(members, cases, make_truths(cases, seed, *heads), CpuFlashBackend(HEAD_DIM**-0.5))
+    options, backend = Options(in_ring=in_ring), CpuFlashBackend(HEAD_DIM**-0.5)
+    check(members, cases, make_truths(cases, seed, *heads), backend, options)
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,13 +74,15 @@ def test_any_plan_with_a_sliding_window_equals_dense_attention(
     check(members, cases, make_truths(cases, seed, 4, 2), backend, Options(window=window))
 
 
+@pytest.mark.parametrize("in_ring", [True, False])
 @pytest.mark.parametrize("keep", [((0, 40),), ((3, 40),), ((1, 13), (2, 27)), ((2, 1), (0, 39))])
-def test_retention_moves_no_byte(keep: tuple[tuple[int, int], ...]) -> None:
-    """Proactive scale-down: whatever the placement, the ring sends the same bytes."""
+def test_retention_moves_no_byte(keep: tuple[tuple[int, int], ...], *, in_ring: bool) -> None:
+    """Proactive scale-down: whatever the placement, the ring sends the same bytes, and so do
+    members who send to all at once."""
     members = (0, 1, 2, 3)
     case = Case((), 40, None, keep)
     truths = make_truths([case], 7, 4, 2)
-    ran = run_all(members, [case], truths, CpuFlashBackend(0.25))
+    ran = run_all(members, [case], truths, CpuFlashBackend(0.25), Options(in_ring=in_ring))
     whole_ring = 3 * 40 * 2 * 2 * HEAD_DIM * 4
     assert ran.sent == whole_ring
 
@@ -189,10 +192,55 @@ def test_a_ring_holds_two_blocks_whatever_is_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LoopbackTransport, "post", counting)
     case = Case((), 60, None, ((3, 60),))
     truths = make_truths([case], 7, 4, 2)
-    ran = run_all((0, 1, 2, 3), [case], truths, CpuFlashBackend(0.25))
+    ran = run_all((0, 1, 2, 3), [case], truths, CpuFlashBackend(0.25), Options(in_ring=True))
     assert ran.sent == 3 * 60 * 2 * 2 * HEAD_DIM * 4
     assert len(arrived) == 3 * 2
     assert most == 2 * 2
+
+
+class _CountingFlash(CpuFlashBackend):
+    """Counts calls of all instances."""
+
+    squares = 0
+
+    def square_causal(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        self.squares += 1
+        return super().square_causal(q_TNH, k_TKH, v_TKH, spans)
+
+
+@pytest.mark.parametrize(
+    ("dop", "in_ring", "exchanges", "messages", "squares"),
+    [(2, True, 2, 4, 2), (2, False, 2, 3, 1), (4, True, 4, 10, 4), (4, False, 2, 7, 1)],
+)
+def test_exchanges_and_launches_of_a_layer(
+    dop: int,
+    exchanges: int,
+    messages: int,
+    squares: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    in_ring: bool,
+) -> None:
+    """A small chunk over older tokens on members 0 and 1: what member 0 posts and sends. Queries
+    leave with the first blocks; blocks that are gathered are one message and one launch."""
+    posted: list[int] = []
+    post = LoopbackTransport.post
+
+    def counting(self: LoopbackTransport, sends: Message, receives: Message) -> Pending:
+        if self.rank == 0 and (sends or receives):
+            posted.append(len(sends))
+        return post(self, sends, receives)
+
+    monkeypatch.setattr(LoopbackTransport, "post", counting)
+    case = Case((0,) * 200 + (1,) * 200, 40, None, ((0, 40),))
+    truths = make_truths([case], 7, 4, 2)
+    backend = _CountingFlash(HEAD_DIM**-0.5)
+    options = Options(num_slots=512, in_ring=in_ring)
+    check(tuple(range(dop)), [case], truths, backend, options)
+    assert (len(posted), sum(posted)) == (exchanges, messages)
+    assert backend.squares == squares * dop
 
 
 def test_a_ring_reads_queries_and_blocks_in_place() -> None:

@@ -53,6 +53,7 @@ def chunks(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Case]]:
     st.sampled_from(HEADS),
     st.sampled_from((2, 5, 16, 50)),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 1 << 30),
 )
 def test_rounds_of_any_size_equal_dense_attention(
@@ -60,10 +61,12 @@ def test_rounds_of_any_size_equal_dense_attention(
     heads: tuple[int, int],
     round_tokens: int,
     lingers: bool,
+    in_ring: bool,
     seed: int,
 ) -> None:
     members, cases = case
-    options = Options(row_bytes=eager(heads, round_tokens), num_layers=2, lingers=lingers)
+    row_bytes = eager(heads, round_tokens)
+    options = Options(row_bytes=row_bytes, num_layers=2, lingers=lingers, in_ring=in_ring)
     check(members, cases, make_truths(cases, seed, *heads), CpuFlashBackend(SCALE), options)
 
 
@@ -167,14 +170,17 @@ def _sizes(layout: StepLayout, member: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 3, 0, 2)])
 def test_exact_partials_keep_their_bits_whatever_travels(members: tuple[int, ...]) -> None:
-    """Queries or keys, in rounds of any size, over any group: not one bit differs."""
+    """Queries or keys, in rounds of any size, new keys in a ring or at once, over any group: not
+    one bit differs."""
     cached = np.random.default_rng(4).choice((0, 0, 0, 1), 37)
     cases = [Case(tuple(cached.tolist()), 18, None, ((1, 18),)), Case((1,) * 9, 1, 0, ())]
     truths = make_truths(cases, 31, 3, 1)
     partials = ExactPartials(torch.float32, SCALE)
     rows = []
-    for row_bytes in (RowBytes(1, 1 << 20), eager((3, 1), 2), eager((3, 1), 99)):
-        options = Options(row_bytes=row_bytes, partials=partials)
+    ways = [(RowBytes(1, 1 << 20), False), (RowBytes(1, 1 << 20), True)]
+    ways += [(eager((3, 1), 2), False), (eager((3, 1), 99), True)]
+    for row_bytes, in_ring in ways:
+        options = Options(row_bytes=row_bytes, partials=partials, in_ring=in_ring)
         outs = run_all(members, cases, truths, ExactBackend(partials), options).outs
         prompt = torch.empty(18, 3, HEAD_DIM)
         for index, member in enumerate(members):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -47,12 +48,16 @@ def make_pool() -> KvCache:
     return KvCache(**sizes, dtype=torch.float32, device=CPU)
 
 
-def run(step: RunStep, truths: list[Truth]) -> tuple[list[list[Tensor]], list[KvCache]]:
+def run(
+    step: RunStep, truths: list[Truth], *, in_ring: bool
+) -> tuple[list[list[Tensor]], list[KvCache]]:
     """Both layers' outputs by member, and the pools."""
     dop = len(step.members)
     world, pools = LoopbackWorld(dop), [make_pool() for _ in range(dop)]
     outs: list[list[Tensor]] = [[] for _ in range(dop)]
     row_bytes = RowBytes.of(HEADS, KV_HEADS, HEAD_DIM, 4)
+    if in_ring:
+        row_bytes = replace(row_bytes, gathered_rows=0)
 
     def work(member: int) -> None:
         layout = lay_out(step, member, pools[member], row_bytes=row_bytes, windowed=False)
@@ -81,9 +86,10 @@ def run(step: RunStep, truths: list[Truth]) -> tuple[list[list[Tensor]], list[Kv
     st.integers(1, 5),
     st.lists(st.tuples(st.integers(1, 23), st.booleans()), min_size=1, max_size=4),
     st.integers(0, 1 << 30),
+    st.booleans(),
 )
 def test_last_tokens_see_all_of_their_requests(
-    dop: int, requests: list[tuple[int, bool]], seed: int
+    dop: int, requests: list[tuple[int, bool]], seed: int, in_ring: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     truths: list[Truth] = [
@@ -93,7 +99,7 @@ def test_last_tokens_see_all_of_their_requests(
         )
         for length, _ in requests
     ]
-    outs, pools = run(make_step(dop, requests), truths)
+    outs, pools = run(make_step(dop, requests), truths, in_ring=in_ring)
     for member in range(dop):
         every_row, last_rows = outs[member]
         assert len(every_row) == sum(len(range(member, n, dop)) for n, _ in requests)

@@ -70,3 +70,9 @@ def raise_flag(flag: Tensor, count: int = 1) -> None:
 def await_flag(flag: Tensor, expected: int = 1) -> None:
     """Hold this stream until `flag` is `expected`, and set it to 0."""
     wait_for_flag[(1,)](flag, expected, num_warps=1)
+
+
+def has_waited() -> bool:
+    """Whether this process has compiled a wait, so that waiting again is waiting, in a rehearsal
+    of launches too."""
+    return any(compiled for compiled, *_ in wait_for_flag.device_caches.values())
