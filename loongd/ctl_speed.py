@@ -34,11 +34,12 @@ def follow(lines: Iterable[bytes], progress: TextIO) -> dict[str, Any]:
         last = json.loads(line)
         if "stage" not in last:
             continue
+        stage = last["stage"] + _left(last.get("left_s", 0.0))
         if progress.isatty():
-            text = f"{bar(last['fraction'], 30)} {last['fraction']:4.0%}  {last['stage']}"
+            text = f"{bar(last['fraction'], 30)} {last['fraction']:4.0%}  {stage}"
             progress.write("\r" + text.ljust(WIDTH - 1))
         elif last["stage"] != shown:
-            progress.write(f"{last['fraction']:4.0%} {last['stage']}\n")
+            progress.write(f"{last['fraction']:4.0%} {stage}\n")
         shown = last["stage"]
         progress.flush()
     if progress.isatty():
@@ -47,6 +48,12 @@ def follow(lines: Iterable[bytes], progress: TextIO) -> dict[str, Any]:
     if "stage" in last or not last:
         raise ValueError("the daemon stopped in the middle of it")
     return last
+
+
+def _left(left_s: float) -> str:
+    """How long it may still take, in whole minutes; nothing is said of less than one."""
+    minutes = round(left_s / 60)
+    return f", some {minutes} min left" if minutes else ""
 
 
 def write_profile(profile: Json, path: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from loongd.errors import WorkerError
 from loongd.pool import PoolEvent, WorkerLost
@@ -24,11 +25,14 @@ from loongd.wire import (
 )
 
 Send = Callable[[int, ToWorker], None]
+_IN_FLIGHT = 2
+"""Steps in a row that the members have at a time: one that runs, and the next (`sched.ahead`)."""
 
 
 class Exclusive:
-    """Runs one step at a time. Ids of steps are negative, so that none is taken for the
-    scheduler's; a report that comes late, after its waiter has gone, is skipped by its id."""
+    """Runs one step, or one row of steps, at a time. Ids of steps are negative, so that none is
+    taken for the scheduler's; a report that comes late, after its waiter has gone, is skipped by
+    its id."""
 
     def __init__(self, send: Send, instances: Iterable[Ready], epoch: int) -> None:
         self._send = send
@@ -48,19 +52,33 @@ class Exclusive:
 
     async def run(self, step: RunStep | RunMigrate) -> float:
         """Run a step on its members; seconds that the slowest took. Raises WorkerError."""
-        for member in step.members:
-            self._send(member, step)
-        missing = set(step.members)
-        elapsed_s = 0.0
-        while missing:
-            event = await self._receive()
-            if isinstance(event, Audit) or event.step_id != step.step_id:
-                continue
-            if isinstance(event, StepFailed):
-                raise WorkerError(f"instance {event.instance}: {event.message}")
-            missing.discard(event.instance)
-            elapsed_s = max(elapsed_s, event.elapsed_s)
+        (elapsed_s,) = await self.run_row([step])
         return elapsed_s
+
+    async def run_row(self, steps: Sequence[RunStep | RunMigrate]) -> list[float]:
+        """Run steps, each of which follows the one before, as they are served: the next is queued
+        on the members while one runs. Seconds of each, as `run`. Raises WorkerError."""
+        missing = {step.step_id: set(step.members) for step in steps}
+        elapsed_s = dict.fromkeys(missing, 0.0)
+        to_send = iter(steps)
+        self._send_all(islice(to_send, _IN_FLIGHT))
+        for step in steps:
+            while missing[step.step_id]:
+                event = await self._receive()
+                if isinstance(event, Audit) or event.step_id not in missing:
+                    continue
+                if isinstance(event, StepFailed):
+                    raise WorkerError(f"instance {event.instance}: {event.message}")
+                missing[event.step_id].discard(event.instance)
+                slowest_s = max(elapsed_s[event.step_id], event.elapsed_s)
+                elapsed_s[event.step_id] = slowest_s
+            self._send_all(islice(to_send, 1))
+        return list(elapsed_s.values())
+
+    def _send_all(self, steps: Iterable[RunStep | RunMigrate]) -> None:
+        for step in steps:
+            for member in step.members:
+                self._send(member, step)
 
     def free(self, segments: Sequence[int]) -> None:
         """Free segments on all instances, after the steps sent so far."""

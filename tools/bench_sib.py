@@ -3,6 +3,7 @@
 
     tools/bench_sib.py --runtime-dir DIR [--quick] [--out FILE]         a running daemon
     tools/bench_sib.py [--quick] [--out FILE] -- --model DIR ...        one started for it
+    tools/bench_sib.py --profile FILE [--out FILE] -- --model DIR ...   the same, check alone
 
 What follows `--` is handed to loongd. Checked are batches of random sizes, lengths, KV and masters
 (`loongd.profiling.grid`), none of which was profiled; `--seed` selects others. The result names the
@@ -11,6 +12,8 @@ the profile itself, with where it comes from. `--refit RESULT` fits the steps of
 anew and judges that; so a measured profile becomes a shipped one:
 
     tools/bench_sib.py --refit RESULT --profile-out etc/profiles/h200-llama3-8b-tp1.json
+
+`--profile FILE` checks a profile that there is, for instance one of two GPUs on one of them.
 
 Exit code 1 when the worst error is above 10 % or the mean above 4 %.
 """
@@ -36,7 +39,8 @@ import msgspec
 
 from loongd.sched.sib import Profile, Sib, dump_profile
 from loongd.sched.sib_fit import DecodePoint, PrefillPoint, fit_decode
-from loongd.sched.sib_fit_detail import fit_measured, refine_decode
+from loongd.sched.sib_fit_detail import fit_measured
+from loongd.sched.sib_fit_grid import refine_decode
 
 MAX_WORST = 0.10
 MAX_MEAN = 0.04
@@ -79,12 +83,17 @@ def ctl(runtime_dir: Path, *arguments: str) -> dict[str, Any]:
     return answer
 
 
-def measure(runtime_dir: Path, *, quick: bool, seed: int | None) -> dict[str, Any]:
-    """Profile and check, with how long each took."""
+def measure(
+    runtime_dir: Path, *, quick: bool, seed: int | None, known: Path | None
+) -> dict[str, Any]:
+    """Profile, unless the daemon was given a `known` one, and check; with how long each took."""
     effort = ["--quick"] if quick else []
     seeded = [] if seed is None else ["--seed", str(seed)]
     began_s = time.monotonic()
-    made = ctl(runtime_dir, "profile", *effort)
+    if known is None:
+        made = ctl(runtime_dir, "profile", *effort)
+    else:
+        made = {"profile": json.loads(known.read_text(encoding="utf-8")), "points": []}
     profiled_s = time.monotonic()
     check = ctl(runtime_dir, "profile", "--check", *effort, *seeded)
     return {
@@ -109,7 +118,8 @@ def refit(found: dict[str, Any]) -> dict[str, Any]:
             ]
             for phase in ("prefill", "launch")
         )
-        sizes = () if old.detail is None else old.detail.padded_sizes
+        replayed = old.detail if old.small is None else old.small.detail
+        sizes = () if replayed is None else replayed.padded_sizes
         prefill.append(fit_measured(old.dop, points, launches, sizes))
     decode = []
     for fit in profile.decode:
@@ -187,11 +197,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: tools/results/sib-DEVICE-MODEL.json")
     parser.add_argument("--profile-out", type=Path, help="write the profile too")
     parser.add_argument("--commit", help="default: this checkout's")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="check this one")
     parser.add_argument("--refit", type=Path, metavar="RESULT", help="an earlier result")
     parser.add_argument("loongd", nargs="*", help="arguments of a daemon to start")
     args = parser.parse_args()
     if sum((args.runtime_dir is not None, bool(args.loongd), args.refit is not None)) != 1:
         parser.error("give one of --runtime-dir, --refit, or -- and loongd's arguments")
+    if args.profile is not None and not args.loongd:
+        parser.error("--profile is for a daemon that is started here: give -- and its arguments")
     return args
 
 
@@ -201,9 +214,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         earlier: dict[str, Any] = json.loads(args.refit.read_text(encoding="utf-8"))
         return earlier | refit(earlier)
     load = os.getloadavg()[0]
-    where = contextlib.nullcontext(args.runtime_dir) if args.runtime_dir else serving(args.loongd)
+    known = [] if args.profile is None else ["--profile", str(args.profile)]
+    where = (
+        contextlib.nullcontext(args.runtime_dir)
+        if args.runtime_dir
+        else serving([*args.loongd, *known])
+    )
     with where as runtime_dir:
-        found = measure(runtime_dir, quick=args.quick, seed=args.seed)
+        found = measure(runtime_dir, quick=args.quick, seed=args.seed, known=args.profile)
     return {
         "command": " ".join(["tools/bench_sib.py", *sys.argv[1:]]),
         "commit": args.commit or commit(),

@@ -6,6 +6,10 @@ Does not know: which sizes are worth running (`profiling.grid`), or what the tim
 KV that decode and chunks read is prefilled once per group (`fill`) in blocks; a request reads some
 of them, or a tiny one. The requests of a step read different blocks: KV that several read comes
 from a cache and is faster than any real batch's.
+
+Messages say what the daemon's would. Decode steps come in rows of one batch that grows by its own
+tokens, for so they are served: a first step of requests that a worker has not seen before brings
+their slots to the device and is told its tokens, which costs a host some milliseconds.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+
+import msgspec
 
 from loongd.exclusive import Exclusive
 from loongd.profiling.grid import NUM_BLOCKS
@@ -91,21 +97,28 @@ class Bench:
         self.tidy()
         return elapsed_s
 
-    async def decode(self, *, num_masters: int, blocks: Sequence[int]) -> float:
-        """Seconds of a step of requests that read so many blocks each, 0 for a tiny one."""
-        extends, at = [], 0
+    async def decode(
+        self, *, num_masters: int, blocks: Sequence[int], num_steps: int
+    ) -> list[float]:
+        """Seconds of each of so many steps in a row, of requests that read so many blocks each at
+        first, 0 for a tiny one."""
+        batch, at = [], 0
         for number, count in enumerate(blocks):
-            extends.append(self._newest(number, self._members[number % num_masters], at, count))
+            batch.append(self._newest(number, self._members[number % num_masters], at, count))
             at += count
-        elapsed_s = await self._run(extends)
+        steps = [self._step(batch)]
+        while len(steps) < num_steps:
+            batch = [_one_more(extend) for extend in batch]
+            steps.append(self._step(batch, follows=steps[-1].step_id))
+        times = await self._exclusive.run_row(steps)
         self.tidy()
-        return elapsed_s
+        return times
 
-    def kv_tokens(self, blocks: Sequence[int]) -> int:
-        """KV tokens that the requests of such a decode step read, their new ones counted."""
-        return sum(
-            count * self.block_tokens + 1 if count else self.tiny_tokens + 1 for count in blocks
-        )
+    def kv_tokens(self, blocks: Sequence[int], num_steps: int) -> int:
+        """KV tokens that the requests of such a row of decode steps read, their new ones counted,
+        in the step amid all but the first."""
+        older = sum(count * self.block_tokens if count else self.tiny_tokens for count in blocks)
+        return older + len(blocks) * (1 + num_steps // 2)
 
     async def put(self, instance: int, tokens: int) -> int:
         """A segment of so many tokens on one instance, prefilled there. Raises WorkerError."""
@@ -149,6 +162,7 @@ class Bench:
         return self._blocks[: tokens // self.block_tokens] if tokens else []
 
     def _chunk(self, new: int, *, segment: int, cached: Sequence[int] = ()) -> Extend:
+        held = [len(cached) * count for _, count in even(self.block_tokens, self._members)]
         return Extend(
             request_id=str(segment),
             tokens=self._some(new),
@@ -159,6 +173,7 @@ class Bench:
             cached=list(cached),
             holders=list(self._members) if cached else [],
             sampling=Sampling(),
+            holder_tokens=held if cached else [],
         )
 
     def _newest(self, number: int, master: int, at: int, count: int) -> Extend:
@@ -181,10 +196,21 @@ class Bench:
         return pack_tokens((known * (count // len(known) + 1))[:count])
 
     async def _run(self, batch: list[Extend]) -> float:
-        step = RunStep(
+        return await self._exclusive.run(self._step(batch))
+
+    def _step(self, batch: list[Extend], *, follows: int = 0) -> RunStep:
+        return RunStep(
             step_id=self._exclusive.next_step_id(),
             epoch=self._exclusive.epoch,
             members=self._members,
             batch=batch,
+            follows=follows,
         )
-        return await self._exclusive.run(step)
+
+
+def _one_more(extend: Extend) -> Extend:
+    """The same request a step later: its token is not drawn yet, and its segment is begun."""
+    begun = (
+        extend.cached if extend.cached[-1] == extend.segment else [*extend.cached, extend.segment]
+    )
+    return msgspec.structs.replace(extend, tokens=b"", start=extend.start + 1, cached=begun)

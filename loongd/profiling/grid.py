@@ -31,16 +31,25 @@ _BATCHES = (
 )
 """Requests of one master; some are powers of two, for those run faster than their neighbours, and
 some on both sides of the sizes for which decode steps are captured."""
+_UNEVEN_BATCHES = (2, 3, 4)
+"""Requests of the busiest of several masters, of which the others have one less."""
 _READING_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Of those, the ones that are measured over much KV too."""
+_LEAST_SHARED = 256
+_SHARED_BY = ((3,), (2, 6))
+"""Requests that share a padded size of so many tokens or more, in turn."""
+_FEW_QUERIES = (33, 190, 410)
+"""New tokens of small chunks, beside what parts of the longest step give."""
 _LEVELS = (NUM_BLOCKS // 16, NUM_BLOCKS // 4, NUM_BLOCKS)
 """Blocks that a decode step reads altogether, beside next to none."""
 
 
 _SMALL_BATCHES = ((1, 15), (1, 63), (1, 119), (2, 31), (4, 31), (8, 15), (16, 15))
 """Requests and new tokens of each, in steps that a GPU waits for its host in."""
-_SMALL_CHUNKS = ((1, 31), (2, 79), (3, 119))
-"""Part of the blocks that are read, and new tokens."""
+_SMALL_CHUNKS = ((16384, 31), (8192, 79), (5376, 119), (1024, 200))
+"""Cached tokens of each member, about, and new tokens."""
+_LONG_CHUNKS = (8192, 4096)
+"""Cached tokens of each member under a few more than the fewest new ones of a long chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +62,13 @@ class Effort:
         min_rounds: fewest runs of one point, the first of which does not count; two are enough
             for long steps of a GPU, which are the same to a per cent each time.
         max_rounds: most runs of one point.
-        point_s: seconds that one point's repetitions may take altogether.
+        point_s: seconds that one point's runs may take altogether.
+        burst_s: seconds that a run of a step takes at least, the step again and again.
+        row_steps: decode steps in a row, the first of which does not count.
         max_batch: the largest decode batch.
         fill_s: seconds of prefill that the KV for chunks and decode steps may take.
+        total_s: seconds that all points of all groups may take altogether, but for two runs of
+            each.
     """
 
     max_step_s: float
@@ -63,20 +76,30 @@ class Effort:
     min_rounds: int
     max_rounds: int
     point_s: float
+    burst_s: float
+    row_steps: int
     max_batch: int
     fill_s: float
+    total_s: float
 
-    def rounds(self, step_s: float) -> int:
-        """Runs of a step that took `step_s` at first; that one counts."""
-        return min(max(int(self.point_s / step_s), self.min_rounds), self.max_rounds)
+    def rounds(self, run_s: float) -> int:
+        """Runs of a step, of which one has taken `run_s` at first; that one counts."""
+        return min(max(int(self.point_s / run_s), self.min_rounds), self.max_rounds)
 
-    def times(self, factor: int) -> Effort:
-        """So many times the runs: for steps that differ each time."""
+    def on_cpu(self) -> Effort:
+        """For workers that share their processor with all that runs, so that steps differ each
+        time: more runs of shorter steps. No clock has to warm up, no step waits for its launch."""
         return replace(
             self,
-            min_rounds=factor * self.min_rounds,
-            max_rounds=factor * self.max_rounds,
-            point_s=factor * self.point_s,
+            max_step_s=min(self.max_step_s, 1.0),
+            max_decode_s=min(self.max_decode_s, 0.25),
+            min_rounds=self.min_rounds + 2,
+            max_rounds=2 * self.max_rounds,
+            point_s=2 * self.point_s,
+            burst_s=0.0,
+            row_steps=3,
+            max_batch=self.max_batch // 4,
+            total_s=1.5 * self.total_s,
         )
 
 
@@ -84,19 +107,25 @@ QUICK = Effort(
     max_step_s=0.6,
     max_decode_s=0.25,
     min_rounds=2,
-    max_rounds=5,
+    max_rounds=4,
     point_s=0.3,
+    burst_s=0.03,
+    row_steps=5,
     max_batch=256,
     fill_s=3.0,
+    total_s=60.0,
 )
 FULL = Effort(
-    max_step_s=4.0,
+    max_step_s=2.0,
     max_decode_s=0.6,
-    min_rounds=3,
-    max_rounds=9,
-    point_s=1.5,
+    min_rounds=2,
+    max_rounds=6,
+    point_s=1.0,
+    burst_s=0.05,
+    row_steps=7,
     max_batch=512,
-    fill_s=12.0,
+    fill_s=6.0,
+    total_s=180.0,
 )
 
 
@@ -144,9 +173,17 @@ def prefill_sizes(
         singles.append(((0, _uneven(tokens)),))
         tokens //= 2
     singles += [((0, _uneven(size)),) for size in padded_sizes if size <= longest]
+    if padded_sizes:  # a little above them steps run another way
+        singles += [((0, new),) for new in _just_above(padded_sizes[-1]) if new <= longest]
+    shared = [s for s in padded_sizes if s >= _LEAST_SHARED and s <= longest]
     batches: list[Items] = [
         tuple((0, _uneven(longest // share)) for _ in range(count))
         for count, share in ((2, 3), (4, 32), (8, 10), (16, 64), (_MOST_REQUESTS, 256))
+    ]
+    batches += [
+        ((0, _uneven(size) // count),) * count
+        for at, size in enumerate(shared)
+        for count in _SHARED_BY[at % len(_SHARED_BY)]
     ]
     most = min(NUM_BLOCKS, most_cached // block_tokens)
     chunks: list[Items] = [
@@ -161,11 +198,21 @@ def prefill_sizes(
         for part in (9, 18)
         if most // part
     ]
-    if most:  # few queries over much KV: as long as reading it
-        chunks.append(((most * block_tokens, _middling(longest // 512)),))
+    # few queries over much KV: as long as reading it, and queries come in tiles
+    fewest = [(1, _middling(longest // 512)), *((p, n) for n in _FEW_QUERIES for p in (1, 2))]
+    chunks += [
+        ((most // part * block_tokens, new),)
+        for part, new in fewest
+        if most // part and 2 * new <= longest
+    ]
     mixed = random_prefills(longest, block_tokens, most_cached, PROFILE_SEED, _RANDOM_PREFILLS)
     fitting = [items for items in batches if sum(new for _, new in items) <= longest]
     return [*dict.fromkeys([*singles, *fitting, *chunks, *mixed])]
+
+
+def _just_above(tokens: int) -> tuple[int, int]:
+    """A little more than `tokens`, and a little more than that."""
+    return tokens + tokens // 32, tokens + tokens // 4
 
 
 def _uneven(tokens: int) -> int:
@@ -179,31 +226,40 @@ def _middling(tokens: int) -> int:
     return max(tokens * 17 // 20, _MIN_TOKENS - 1)
 
 
-def launch_sizes(longest: int, block_tokens: int, limit: int, dop: int) -> list[Items]:
+def launch_sizes(
+    longest: int, block_tokens: int, limit: int, dop: int, padded_sizes: Sequence[int] = ()
+) -> list[Items]:
     """Steps so small that a GPU waits for its host: prompts, chunks, and chunks that are long by
     `sched.sib_detail`; up to `longest` new tokens, and `limit` tokens a request. Chunks read
-    multiples of `block_tokens`."""
-    most = min(NUM_BLOCKS, limit // block_tokens)
-    sizes: list[Items] = [((0, new),) * count for count, new in _SMALL_BATCHES]
-    sizes += [((most // part * block_tokens, new),) for part, new in _SMALL_CHUNKS if most // part]
+    multiples of `block_tokens`. With `padded_sizes` each also as much larger as it must be to be
+    no replay."""
+
+    def chunk(tokens: int, new: int) -> Items:
+        most = min(NUM_BLOCKS, max(limit - new, 0) // block_tokens)
+        return ((min(max(round(tokens * dop / block_tokens), 1), most) * block_tokens, new),)
+
     long = LONG_NEW_TOKENS * dop * 5 // 4
-    sizes += [
-        ((most // part * block_tokens, long),)
-        for part in (2, 4)
-        if most // part * block_tokens >= LONG_CACHED_TOKENS * dop
+    more = padded_sizes[-1] if padded_sizes else 0
+    chunks = [chunk(tokens, new + m) for tokens, new in _SMALL_CHUNKS for m in sorted({0, more})]
+    longs = [chunk(tokens, long) for tokens in _LONG_CHUNKS]
+    batches = [
+        ((0, new + m // count),) * count for count, new in _SMALL_BATCHES for m in sorted({0, more})
     ]
-    return [
-        items
-        for items in sizes
-        if sum(new for _, new in items) <= longest and max(map(sum, items)) <= limit
+    sizes = [
+        *batches,
+        *(items for items in chunks if items[0][0]),
+        *(items for items in longs if items[0][0] >= LONG_CACHED_TOKENS * dop),
     ]
+    fitting = [items for items in sizes if sum(new for _, new in items) <= longest]
+    return [*dict.fromkeys(items for items in fitting if max(map(sum, items)) <= limit)]
 
 
 def decode_sizes(max_batch: int, num_masters: int, most_blocks: int) -> list[DecodeSize]:
     """Batches up to `max_batch`, shared by the masters, over next to no KV and over three amounts;
     a request reads at most `most_blocks`."""
-    batches = [b * num_masters for b in _BATCHES if b * num_masters <= max_batch]
-    sizes = [DecodeSize((0,) * batch) for batch in batches]
+    batches = [b * num_masters for b in _BATCHES]
+    batches += [(b - 1) * num_masters + 1 for b in _UNEVEN_BATCHES] if num_masters > 1 else []
+    sizes = [DecodeSize((0,) * batch) for batch in batches if batch <= max_batch]
     for batch in (b * num_masters for b in _READING_BATCHES if b * num_masters <= max_batch):
         sizes += [
             DecodeSize(deal(total, batch)) for total in _LEVELS if total <= batch * most_blocks

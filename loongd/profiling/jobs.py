@@ -1,15 +1,18 @@
 """Timing many steps several times each, so that no moment of the machine falls on one of them.
 
-Knows: rounds over all steps, each in another order. Does not know: what a step is.
+Knows: runs of the same step back to back, rounds over all steps, each in another order, and when
+the time for them is up. Does not know: what a step is.
 
-Repetitions go round by round over all steps, not step by step: what else happens on the machine for
-a second then spoils one repetition of many steps, not all of one. Each round has an order of its
-own, from a seed, so that no step always runs after the same other one.
+A device's clock and a host's speed depend on what they did in the tenths of a second before. So a
+run is a burst: the step again and again, as a busy server has it, until that has taken a while; the
+first does not count. And all kinds of steps share the rounds, in an order of their own each time:
+what else happens on the machine for a second spoils one run of many steps, not all of one.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,38 +22,71 @@ _SEED = 7
 _SURE_ROUNDS = 2
 _SURE_SHARE = 0.4
 """Of the progress, for the rounds whose times are not known before."""
+_MOST_IN_BURST = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
-    """One step: how to run it once, and its times so far."""
+    """One step: how to run it, once or several times in a row, and what that took so far.
 
-    run: Callable[[], Awaitable[float]]
+    `times` has one for each run; `cost_s` is what the cheapest run took altogether.
+    """
+
+    run: Callable[[], Awaitable[Sequence[float]]]
     times: list[float] = field(default_factory=list)
+    cost_s: float = float("inf")
 
     @property
     def typical_s(self) -> float:
         """One time for all of them."""
         return grid.typical(self.times)
 
+    async def measure(self) -> None:
+        """Run it once more."""
+        steps = await self.run()
+        self.times.append(grid.typical(steps))
+        self.cost_s = min(self.cost_s, sum(steps))
 
-async def repeat(jobs: Sequence[Job], effort: grid.Effort) -> AsyncGenerator[float, None]:
-    """Run all jobs round by round; yields the share done."""
-    for number in range(_SURE_ROUNDS):
-        for at, job in enumerate(jobs):
-            job.times.append(await job.run())
+
+async def burst(run: Callable[[], Awaitable[float]], least_s: float) -> list[float]:
+    """Run a step again and again until it has taken `least_s`: seconds of each."""
+    times = [await run()]
+    while sum(times) < least_s and len(times) < _MOST_IN_BURST:
+        times.append(await run())
+    return times
+
+
+async def repeat(
+    jobs: Sequence[Job],
+    effort: grid.Effort,
+    budget_s: float = float("inf"),
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncGenerator[float, None]:
+    """Run all jobs round by round; yields the share done. Twice each, and then until each has had
+    its rounds or all together have taken `budget_s`."""
+    began_s = clock()
+    rng = random.Random(_SEED)
+    orders = [list(range(len(jobs)))]
+    while len(orders) < _SURE_ROUNDS:
+        orders.append(rng.sample(orders[0], len(jobs)))
+    for number, order in enumerate(orders):
+        for at, i in enumerate(order):
+            await jobs[i].measure()
             yield _SURE_SHARE * (number + at / len(jobs)) / _SURE_ROUNDS
     # The first run of a size may plan or compile, and never counts; the second says how long the
     # others will take.
-    wanted = [effort.rounds(min(job.times)) - _SURE_ROUNDS for job in jobs]
-    total = sum(min(job.times) * rounds for job, rounds in zip(jobs, wanted, strict=True))
-    spent = 0.0
-    rng = random.Random(_SEED)
+    wanted = [effort.rounds(job.cost_s) - _SURE_ROUNDS for job in jobs]
+    total_s = sum(job.cost_s * rounds for job, rounds in zip(jobs, wanted, strict=True))
+    spent_s = 0.0
     for number in range(max(wanted, default=0)):
         order = [i for i in range(len(jobs)) if number < wanted[i]]
         rng.shuffle(order)
         for i in order:
-            spent += min(jobs[i].times[:_SURE_ROUNDS])
-            jobs[i].times.append(await jobs[i].run())
-            yield min(_SURE_SHARE + (1 - _SURE_SHARE) * spent / total, 1.0)
+            used = (clock() - began_s) / budget_s
+            if used >= 1.0:
+                break
+            await jobs[i].measure()
+            spent_s += jobs[i].cost_s
+            share = max(spent_s / total_s, used)
+            yield min(_SURE_SHARE + (1 - _SURE_SHARE) * share, 1.0)
     yield 1.0

@@ -18,7 +18,8 @@ from loongd.errors import WorkerError
 from loongd.exclusive import Exclusive
 from loongd.profiling import grid, store
 from loongd.profiling.bench import Bench
-from loongd.profiling.session import Session, Subject
+from loongd.profiling.made import Subject
+from loongd.profiling.session import Session
 from loongd.sched.sib import Sib
 from loongd.sched.sib_profile import Profile
 
@@ -71,7 +72,7 @@ class Profiler:
             )
             effort = grid.QUICK if request.quick else grid.FULL
             if subject.device.startswith("cpu"):
-                effort = effort.times(2)  # a worker shares its processor with all that runs
+                effort = effort.on_cpu()
             session = Session(bench, effort, request.seed)
             try:
                 work = (

@@ -6,27 +6,25 @@ are lent, where a profile is kept.
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from loongd.profiling import grid
 from loongd.profiling.bench import Bench
-from loongd.profiling.facts import versions
-from loongd.profiling.jobs import Job, repeat
+from loongd.profiling.jobs import Job, burst, repeat
 from loongd.profiling.links import Links
+from loongd.profiling.made import Subject, make_profile, migrate_facts
 from loongd.sched.sib import Sib
-from loongd.sched.sib_default import ModelFacts, hardware_of
 from loongd.sched.sib_fit import (
     DecodePoint,
     PrefillPoint,
-    compute_bound_batch,
     fit_decode,
 )
-from loongd.sched.sib_fit_detail import fit_measured, refine_decode
-from loongd.sched.sib_profile import DecodeFit, MigrateFit, PrefillFit, Profile
+from loongd.sched.sib_fit_detail import fit_measured
+from loongd.sched.sib_fit_grid import refine_decode
+from loongd.sched.sib_profile import DecodeFit, PrefillFit, Profile
 
 Word = dict[str, Any]
 _TOO_SHORT_S = 0.003
@@ -34,35 +32,27 @@ _TOO_SHORT_S = 0.003
 _CHECKED_PREFILLS = 12
 _CHECKED_DECODES = 8
 _MOST_MOVED = 16384
-_LARGE_SHARE = 0.9
-"""Of a profile's progress, for all but the small steps at its end."""
-_LAUNCH_BLOCK_TOKENS = 128
-"""Of each member in a block, so that the queries of small chunks travel and not their keys."""
 _LEAST_BATCH = 4
 """Requests of a master that are measured however long they take."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is profiled: the model, the device as profiles name it, and the limits of requests."""
-
-    facts: ModelFacts
-    device: str
-    dtype: str
-    tp: int
-    max_tokens: int
-
-
 @dataclass(slots=True)
 class _Found:
-    """What a profile has so far; `points` are the measured steps, for those who fit anew;
-    `longest` and `steps` are of each degree of parallelism."""
+    """What a profile has so far; `points` are the measured steps, for those who fit anew."""
 
     prefill: list[PrefillFit]
     decode: list[DecodeFit]
     points: list[Word]
-    longest: dict[int, int]
-    steps: dict[int, list[PrefillPoint]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Decode steps of one size in a row, and what it was asked of them."""
+
+    size: grid.DecodeSize
+    num_masters: int
+    kv_tokens: int
+    job: Job
 
 
 class Session:
@@ -82,17 +72,14 @@ class Session:
     async def profile(self, subject: Subject, *, quick: bool) -> AsyncGenerator[Word, None]:
         """Progress, then `{"made": Profile, "points": [...]}`."""
         dops = _dops(len(self._bench.instances))
-        found = _Found([], [], [], {}, {})
+        shares = _shares(dops)
+        found = _Found([], [], [])
         links = Links(self._bench, {})
         for number, dop in enumerate(dops):
-            async for word in self._profile_dop(dop, found):
-                within = _within(word, number, len(dops))
-                yield within | {"fraction": _LARGE_SHARE * within["fraction"]}
-        # Last of all: what the host needs falls during a profile; see `sched.sib_fit_detail`.
-        for number, dop in enumerate(dops):
-            async for done in self._profile_launches(dop, found):
-                at = _LARGE_SHARE + (1 - _LARGE_SHARE) * (number + done) / len(dops)
-                yield {"stage": f"dop {dop}: launches", "fraction": at}
+            left_s = self._effort.total_s * sum(shares[number + 1 :])
+            budget_s = self._effort.total_s * shares[number]
+            async for word in self._profile_dop(dop, found, budget_s):
+                yield _within(word, sum(shares[:number]), shares[number], left_s)
         if len(self._bench.instances) > 1:
             most = min(self._longest, _MOST_MOVED, self._bench.pool_tokens // 3)
             async for _ in links.measure(most):
@@ -103,72 +90,69 @@ class Session:
                 for p in points
             ]
         yield {"stage": "done", "fraction": 1.0}
-        yield {"made": _profile(subject, found, links, quick=quick), "points": found.points}
+        yield {
+            "made": make_profile(subject, found.prefill, found.decode, links, quick=quick),
+            "points": found.points,
+        }
 
-    async def _profile_dop(self, dop: int, found: _Found) -> AsyncGenerator[Word, None]:
-        async for _ in self._warm_up(dop):
-            yield {"stage": f"dop {dop}: warm-up", "fraction": 0.0}
+    async def _profile_dop(
+        self, dop: int, found: _Found, budget_s: float
+    ) -> AsyncGenerator[Word, None]:
+        """All steps of a group, in the same rounds, and the fits of their times."""
+        async for word in self._warm_up(dop, budget_s):
+            yield word
         bench = self._bench
         sizes = grid.prefill_sizes(
             self._longest,
             bench.block_tokens,
             self._most_cached,
             limit=self._limit,
-            padded_sizes=self._padded_sizes(dop),
+            padded_sizes=bench.padded_sizes,
         )
-        jobs = [self._prefill_job(items) for items in sizes]
-        async for done in repeat(jobs, self._effort):
-            yield {"stage": f"dop {dop}: prefill", "fraction": 0.7 * done}
-        found.longest[dop] = self._longest
-        found.steps[dop] = _keep(found, "prefill", dop, sizes, jobs)
-        masters = _masters(dop)
-        for number, num_masters in enumerate(masters):
-            async for done in self._profile_decode(dop, num_masters, found):
-                at = 0.7 + 0.3 * (number + done) / len(masters)
-                yield {"stage": f"dop {dop}: decode", "fraction": at}
-        bench.clear()
-
-    async def _profile_launches(self, dop: int, found: _Found) -> AsyncGenerator[float, None]:
-        """Small steps of a group, over little KV; then its prefill fit."""
-        bench, longest = self._bench, found.longest[dop]
-        bench.group(dop)
-        await bench.fill(
-            max(dop, min(_LAUNCH_BLOCK_TOKENS * dop, longest // grid.NUM_BLOCKS)), longest
+        small = grid.launch_sizes(
+            self._longest, bench.block_tokens, bench.max_tokens, dop, bench.padded_sizes
         )
-        sizes = grid.launch_sizes(longest, bench.block_tokens, bench.max_tokens, dop)
-        jobs = [self._prefill_job(items) for items in sizes]
-        async for done in repeat(jobs, self._effort):
-            yield done
-        bench.clear()
-        launches = _keep(found, "launch", dop, sizes, jobs)
-        fit = fit_measured(dop, found.steps[dop], launches, self._padded_sizes(dop))
-        found.prefill.append(fit)
-
-    def _padded_sizes(self, dop: int) -> tuple[int, ...]:
-        """New tokens to which a group's small steps are padded."""
-        return self._bench.padded_sizes if dop == 1 else ()
-
-    async def _profile_decode(
-        self, dop: int, num_masters: int, found: _Found
-    ) -> AsyncGenerator[float, None]:
-        bench = self._bench
-        most = max(self._max_batch, _LEAST_BATCH * num_masters)
-        sizes = grid.decode_sizes(most, num_masters, self._most_blocks)
-        jobs = [self._decode_job(size, num_masters) for size in sizes]
-        async for done in repeat(jobs, self._effort):
-            yield done
-        points = [
-            DecodePoint(size.batch, bench.kv_tokens(size.blocks), job.typical_s)
-            for size, job in zip(sizes, jobs, strict=True)
+        prefills, launches = ([(s, self._prefill_job(s)) for s in of] for of in (sizes, small))
+        rows = [
+            self._row(size, num_masters)
+            for num_masters in _masters(dop)
+            for size in grid.decode_sizes(
+                max(self._max_batch, _LEAST_BATCH * num_masters), num_masters, self._most_blocks
+            )
         ]
+        jobs = [job for _, job in (*prefills, *launches)] + [row.job for row in rows]
+        async for word in self._measure(jobs, dop, budget_s):
+            yield word
+        bench.clear()
+        found.prefill.append(
+            fit_measured(
+                dop,
+                _keep(found, "prefill", dop, prefills),
+                _keep(found, "launch", dop, launches),
+                bench.padded_sizes,
+            )
+        )
+        for num_masters in _masters(dop):
+            self._fit_decode(dop, num_masters, rows, found)
+
+    def _fit_decode(self, dop: int, num_masters: int, rows: list[_Row], found: _Found) -> None:
+        block_tokens = self._bench.block_tokens
+        mine = [row for row in rows if row.num_masters == num_masters]
+        points = [DecodePoint(row.size.batch, row.kv_tokens, row.job.typical_s) for row in mine]
         fit = fit_decode(dop, num_masters, points)
-        found.decode.append(refine_decode(fit, points, grid.levels(bench.block_tokens, dop)))
-        what = {"phase": "decode", "dop": dop, "num_masters": num_masters}
+        found.decode.append(refine_decode(fit, points, grid.levels(block_tokens, dop)))
         found.points += [
-            what
-            | {"batch": p.batch, "kv_tokens": p.kv_tokens, "seconds": p.elapsed_s}
-            | {"level": sum(size.blocks) * bench.block_tokens // dop}
-            for size, p in zip(sizes, points, strict=True)
+            {
+                "phase": "decode",
+                "dop": dop,
+                "num_masters": num_masters,
+                "batch": row.size.batch,
+                "kv_tokens": row.kv_tokens,
+                "seconds": row.job.typical_s,
+                "times_s": _rounded(row.job.times),
+                "level": sum(row.size.blocks) * block_tokens // dop,
+            }
+            for row in mine
         ]
 
     # ---- a check -------------------------------------------------------------------------------
@@ -178,9 +162,12 @@ class Session:
         sib = Sib(profile)
         dops = [fit.dop for fit in profile.prefill if fit.dop <= len(self._bench.instances)]
         points: list[Word] = []
+        shares = _shares(dops)
         for number, dop in enumerate(dops):
-            async for word in self._check_dop(sib, dop, points):
-                yield _within(word, number, len(dops))
+            left_s = self._effort.total_s * sum(shares[number + 1 :])
+            budget_s = self._effort.total_s * shares[number]
+            async for word in self._check_dop(sib, dop, points, budget_s):
+                yield _within(word, sum(shares[:number]), shares[number], left_s)
         yield {"stage": "done", "fraction": 1.0}
         noise = median(point.pop("spread") for point in points) if points else 0.0
         yield {
@@ -193,50 +180,44 @@ class Session:
                 "source": profile.source,
                 "date": profile.date,
                 "seed": self._seed,
-                "migrate": _migrate_facts(profile),
+                "migrate": migrate_facts(profile),
             }
         }
 
     async def _check_dop(
-        self, sib: Sib, dop: int, points: list[Word]
+        self, sib: Sib, dop: int, points: list[Word], budget_s: float
     ) -> AsyncGenerator[Word, None]:
-        async for _ in self._warm_up(dop):
-            yield {"stage": f"dop {dop}: warm-up", "fraction": 0.0}
-        longest = min(self._longest, _reach(sib.profile, dop))
+        """Unseen batches, all in the same rounds as in a profile."""
+        async for word in self._warm_up(dop, budget_s):
+            yield word
+        bench, profile = self._bench, sib.profile
+        longest = min(self._longest, _reach(profile, dop))
         sizes = grid.random_prefills(
-            longest, self._bench.block_tokens, self._most_cached, self._seed, _CHECKED_PREFILLS
+            longest, bench.block_tokens, self._most_cached, self._seed, _CHECKED_PREFILLS
         )
-        jobs = [self._prefill_job(items) for items in sizes]
-        async for done in repeat(jobs, self._effort):
-            yield {"stage": f"dop {dop}: prefill", "fraction": 0.7 * done}
-        for items, job in zip(sizes, jobs, strict=True):
-            _add(points, sib.prefill_s(dop, items), job, phase="prefill", dop=dop, items=items)
-        async for done in self._check_decode(sib, dop, points):
-            yield {"stage": f"dop {dop}: decode", "fraction": 0.7 + 0.3 * done}
-        self._bench.clear()
-
-    async def _check_decode(
-        self, sib: Sib, dop: int, points: list[Word]
-    ) -> AsyncGenerator[float, None]:
-        """Batches of each profiled number of masters, all in one set of rounds."""
-        jobs: list[tuple[Word, Job]] = []
-        for num_masters in _masters(dop):
-            most = min(self._max_batch, _largest_batch(sib.profile, dop))
-            seed = self._seed + num_masters
+        prefills = [(items, self._prefill_job(items)) for items in sizes]
+        most = min(self._max_batch, _largest_batch(profile, dop))
+        rows = [
+            self._row(size, num_masters)
+            for num_masters in _masters(dop)
             for size in grid.random_decodes(
-                most, num_masters, self._most_blocks, seed, _CHECKED_DECODES
-            ):
-                what = {
-                    "dop": dop,
-                    "num_masters": num_masters,
-                    "batch": size.batch,
-                    "kv_tokens": self._bench.kv_tokens(size.blocks),
-                }
-                jobs.append((what, self._decode_job(size, num_masters)))
-        async for done in repeat([job for _, job in jobs], self._effort):
-            yield done
-        for what, job in jobs:
-            _add(points, sib.decode_s(**what), job, phase="decode", **what)
+                most, num_masters, self._most_blocks, self._seed + num_masters, _CHECKED_DECODES
+            )
+        ]
+        jobs = [job for _, job in prefills] + [row.job for row in rows]
+        async for word in self._measure(jobs, dop, budget_s):
+            yield word
+        bench.clear()
+        for items, job in prefills:
+            _add(points, sib.prefill_s(dop, items), job, phase="prefill", dop=dop, items=items)
+        for row in rows:
+            what = {
+                "dop": dop,
+                "num_masters": row.num_masters,
+                "batch": row.size.batch,
+                "kv_tokens": row.kv_tokens,
+            }
+            _add(points, sib.decode_s(**what), row.job, phase="decode", **what)
 
     # ---- inside --------------------------------------------------------------------------------
 
@@ -248,27 +229,37 @@ class Session:
     @property
     def _most_blocks(self) -> int:
         """Blocks that a decoding request can read."""
-        return max(1, (self._bench.max_tokens - 1) // self._bench.block_tokens)
+        room = self._bench.max_tokens - self._effort.row_steps
+        return max(1, room // self._bench.block_tokens)
 
-    async def _warm_up(self, dop: int) -> AsyncGenerator[None, None]:
+    async def _measure(
+        self, jobs: Sequence[Job], dop: int, budget_s: float
+    ) -> AsyncGenerator[Word, None]:
+        async for done in repeat(jobs, self._effort, budget_s):
+            left_s = budget_s * (1.0 - done)
+            yield {"stage": f"dop {dop}: steps", "fraction": done, "left_s": left_s}
+
+    async def _warm_up(self, dop: int, budget_s: float) -> AsyncGenerator[Word, None]:
         """Find the longest prompt and the largest decode batch that are worth timing, and fill the
-        pool with what steps read; yields now and then."""
-        yield
+        pool with what steps read; yields now and then. `budget_s` is what comes afterwards."""
+        word = {"stage": f"dop {dop}: warm-up", "fraction": 0.0, "left_s": budget_s}
+        yield word
         bench, effort = self._bench, self._effort
         bench.group(dop)
         room = bench.pool_tokens * dop * 2 // 5
         self._limit = min(bench.max_tokens, room)
         self._longest, took_s = await self._find_longest(self._limit)
-        yield
+        yield word
         fill_tokens = min(room, int(self._longest * effort.fill_s / took_s))
-        most = min(fill_tokens // grid.NUM_BLOCKS, bench.max_tokens - 1)
+        most = min(fill_tokens // grid.NUM_BLOCKS, bench.max_tokens - effort.row_steps)
         await bench.fill(max(most, dop, 1), self._longest)
         self._max_batch = 1
         while self._max_batch < effort.max_batch:
-            yield
+            yield word
             twice = (0,) * (2 * self._max_batch)
-            elapsed_s = min([await bench.decode(num_masters=1, blocks=twice) for _ in range(2)])
-            if elapsed_s > effort.max_decode_s:
+            if min(await bench.decode(num_masters=1, blocks=twice, num_steps=3)) > (
+                effort.max_decode_s
+            ):
                 break
             self._max_batch *= 2
 
@@ -284,14 +275,17 @@ class Session:
             tokens = min(2 * tokens, limit)
 
     def _prefill_job(self, items: grid.Items) -> Job:
-        return Job(lambda: self._bench.prefill(items))
+        return Job(lambda: burst(lambda: self._bench.prefill(items), self._effort.burst_s))
 
-    def _decode_job(self, size: grid.DecodeSize, num_masters: int) -> Job:
-        return Job(lambda: self._bench.decode(num_masters=num_masters, blocks=size.blocks))
+    def _row(self, size: grid.DecodeSize, num_masters: int) -> _Row:
+        bench, num_steps = self._bench, self._effort.row_steps
+        what: Any = {"num_masters": num_masters, "blocks": size.blocks, "num_steps": num_steps}
+        kv_tokens = bench.kv_tokens(size.blocks, num_steps)
+        return _Row(size, num_masters, kv_tokens, Job(lambda: bench.decode(**what)))
 
 
 def _keep(
-    found: _Found, phase: str, dop: int, sizes: list[grid.Items], jobs: list[Job]
+    found: _Found, phase: str, dop: int, measured: list[tuple[grid.Items, Job]]
 ) -> list[PrefillPoint]:
     """Measured steps as points for a fit; with all their times among what is found."""
     found.points += [
@@ -300,16 +294,27 @@ def _keep(
             "dop": dop,
             "items": items,
             "seconds": job.typical_s,
-            "times_s": [round(s, 5) for s in job.times],
+            "times_s": _rounded(job.times),
         }
-        for items, job in zip(sizes, jobs, strict=True)
+        for items, job in measured
     ]
-    return [PrefillPoint(items, job.typical_s) for items, job in zip(sizes, jobs, strict=True)]
+    return [PrefillPoint(items, job.typical_s) for items, job in measured]
 
 
-def _within(word: Word, number: int, count: int) -> Word:
-    """Progress of one of several equal parts as progress of all."""
-    return word | {"fraction": (number + word["fraction"]) / count}
+def _rounded(times: Sequence[float]) -> list[float]:
+    return [round(s, 5) for s in times]
+
+
+def _within(word: Word, begin: float, share: float, later_s: float) -> Word:
+    """Progress of one of several parts as progress of all; `later_s` is for the parts to come."""
+    fraction = begin + share * word["fraction"]
+    return word | {"fraction": fraction, "left_s": word["left_s"] + later_s}
+
+
+def _shares(dops: Sequence[int]) -> list[float]:
+    """Of the time, for each degree of parallelism: as many parts as it has kinds of steps."""
+    parts = [1 + len(_masters(dop)) for dop in dops]
+    return [part / sum(parts) for part in parts]
 
 
 def _add(points: list[Word], predicted_s: float, job: Job, **what: Any) -> None:
@@ -343,50 +348,3 @@ def _reach(profile: Profile, dop: int) -> int:
 def _largest_batch(profile: Profile, dop: int) -> int:
     """The largest batch inside the profiled range of every number of masters."""
     return min((fit.max_batch for fit in profile.decode if fit.dop == dop), default=1)
-
-
-def _migrate_facts(profile: Profile) -> Word:
-    """What a check says of moving KV: it is shown, not measured again."""
-    fit = profile.migrate
-    return {
-        "alpha_s": fit.alpha_s,
-        "token_s": fit.token_s,
-        "bytes_per_s": profile.link_bytes_per_s,
-        "num_links": len(fit.links),
-        "compute_bound_batch": profile.compute_bound_batch,
-        "max_batch": max(fit.max_batch for fit in profile.decode),
-    }
-
-
-def _profile(subject: Subject, found: _Found, links: Links, *, quick: bool) -> Profile:
-    facts = subject.facts
-    hardware = hardware_of(subject.device)
-    alone = next(fit for fit in found.decode if fit.dop == 1)
-    source = f"measured on these workers ({'quick' if quick else 'full'})"
-    if links.points:
-        migrate = links.fit(facts.kv_bytes_per_token)
-        bytes_per_s = median(link.bytes_per_s for link in migrate.links)
-    else:
-        source += "; migration and link bandwidth derived from constants of the device"
-        bytes_per_s = hardware.link_bytes
-        migrate = MigrateFit(
-            alpha_s=hardware.exchange_s * facts.num_layers,
-            token_s=facts.kv_bytes_per_token / bytes_per_s,
-        )
-    return Profile(
-        model=facts.name,
-        shape=facts.key,
-        device=subject.device,
-        tp=subject.tp,
-        dtype=subject.dtype,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        source=source,
-        measured=True,
-        prefill=found.prefill,
-        decode=found.decode,
-        migrate=migrate,
-        compute_bound_batch=compute_bound_batch(alone),
-        kv_bytes_per_token=facts.kv_bytes_per_token,
-        link_bytes_per_s=bytes_per_s,
-        versions=versions(),
-    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from loongd.config import Config
 from loongd.profiling import store
 from loongd.profiling.facts import device_key
-from loongd.profiling.session import Subject
+from loongd.profiling.made import Subject
 from loongd.sched.sib import Sib
 from loongd.sched.sib_default import ModelFacts, default_profile
 from loongd.sched.sib_profile import Profile

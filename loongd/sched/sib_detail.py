@@ -9,14 +9,20 @@ at the same time; the slower one counts:
     host = step + item * requests + chunk * chunks + long * long chunks
     device = step + item * requests + many * [requests > 1] + chunk * chunks
              + chunk_token * sum(new of chunks) + cached * sum(cached) + rows(sum(new))
-             + square * sum(new^2) + sum(2 * cached * (cross * new + few * min(new, few tokens)))
+             + square * sum(new^2) + sum(2 * cached * (cross * tiles(new)
+                                                       + few * min(tiles(new), few tokens)))
+             + early * sum(2 * min(cached, early tokens) * new)
     T = max(host, device)
 A chunk is a request with cached tokens: its queries travel, so it costs more than a fresh prompt
-of its length; and few queries take as long as reading what they attend to, hence `cached`. The
-first new tokens of a chunk cost more, `few`: libraries attend faster with many queries. A long
+of its length; and few queries take as long as reading what they attend to, hence `cached`. Kernels
+take queries in tiles, so `tiles` rounds them up. The first new tokens of a chunk cost more, `few`,
+and the first cached ones, `early`: libraries attend faster to many keys with many queries. A long
 chunk is one whose attention the kernels cut into pieces, each with launches of its own. `rows`
 is what the linear layers take for so many rows: linear between measured points, for products of
-matrices have a best size. Where small steps are padded to a few sizes, the size counts in it.
+matrices have a best size.
+
+Steps so small that a GPU replays them, padded to a few sizes, are of another kind: no host holds
+them up, and other kernels and members do the work. They have coefficients of their own.
 
 Decode, for one (dop, masters): times over (requests of the busiest master, KV tokens of a member).
 A CUDA graph serves a range of batches, products of few rows have steps, and attention over little
@@ -57,9 +63,23 @@ def padded(sizes: Sequence[int], tokens: int) -> int:
     return sizes[at] if at < len(sizes) else tokens
 
 
+def tiled(tokens: int, tile_tokens: int) -> int:
+    """`tokens` rounded up to whole tiles."""
+    return -(-tokens // tile_tokens) * tile_tokens
+
+
 LONG_NEW_TOKENS = 512
 LONG_CACHED_TOKENS = 2048
 """New and cached tokens of each member from which a chunk is long."""
+EARLY_CACHED_TOKENS = 16384
+"""Cached tokens of each member of which the keys are attended to in small pieces."""
+
+
+SMALL_ITEMS = 32
+SMALL_PAIRS = 10 << 20
+SMALL_GROUP_PAIRS = 24 << 20
+"""Limits of steps that the workers replay: on one instance `worker.prefill_layout`, on a group
+`worker.group_layout`, there the pairs of each member."""
 
 
 class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +105,7 @@ class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill time of one degree of parallelism; the module says what each number means. `host`
     is None where the device was always the slower one; `padded_sizes` (ascending) are the numbers
-    of new tokens to which small steps are padded."""
+    of new tokens to which steps are padded, and queries of chunks come in `tile_tokens`."""
 
     step_s: float
     item_s: float
@@ -101,10 +121,13 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     padded_sizes: tuple[int, ...] = ()
     few_s: float = 0.0
     few_tokens: int = LONG_NEW_TOKENS
+    early_s: float = 0.0
+    early_tokens: int = EARLY_CACHED_TOKENS
+    tile_tokens: int = 1
 
     def time_s(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
-        new = square = cross = few = chunks = chunk_tokens = cached_tokens = 0
+        new = square = cross = few = early = chunks = chunk_tokens = cached_tokens = 0
         for cached, count in items:
             new += count
             square += count * count
@@ -112,8 +135,10 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
                 chunks += 1
                 chunk_tokens += count
                 cached_tokens += cached
-                cross += 2 * cached * count
-                few += 2 * cached * min(count, self.few_tokens)
+                queries = tiled(count, self.tile_tokens)
+                cross += 2 * cached * queries
+                few += 2 * cached * min(queries, self.few_tokens)
+                early += 2 * min(cached, self.early_tokens) * count
         device_s = (
             self.step_s
             + self.item_s * len(items)
@@ -125,6 +150,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
             + self.square_s * square
             + self.cross_s * cross
             + self.few_s * few
+            + self.early_s * early
         )
         return device_s if self.host is None else max(device_s, self.host.time_s(items))
 
@@ -139,9 +165,58 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
         bad = [name for name, value in numbers.items() if not 0 <= value < float("inf")]
         if bad:
             return f"{bad} must not be negative"
+        if self.tile_tokens < 1:
+            return "tile_tokens must be 1 or more"
         if sizes and (sizes[0] < 1 or not _rises(sizes, strictly=True)):
             return "padded_sizes must be ascending"
         return "" if self.rows and is_rising(self.rows) else "rows must be ascending"
+
+
+class SmallLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Which prefill steps are replayed: those of at most `most_items` requests, `most_tokens` new
+    tokens, and `most_pairs` pairs of a new token and a cached one (a new one too if `own_paired`);
+    requests of fewer than `least_paired` new tokens count none."""
+
+    most_items: int
+    most_tokens: int
+    most_pairs: int
+    least_paired: int
+    own_paired: bool
+
+    def covers(self, items: Sequence[tuple[int, int]]) -> bool:
+        """Whether a step of (cached, new) tokens is one of them."""
+        new = pairs = 0
+        for cached, count in items:
+            new += count
+            if count >= self.least_paired:
+                pairs += count * (cached + count if self.own_paired else cached)
+        few = len(items) <= self.most_items and new <= self.most_tokens
+        return few and pairs <= self.most_pairs
+
+    @classmethod
+    def of(cls, dop: int, most_tokens: int) -> SmallLimits:
+        """Those of the workers' graphs: on one instance, or on a group, whose members all compute
+        all new tokens and split the older ones."""
+        alone = dop == 1
+        return cls(
+            most_items=SMALL_ITEMS if alone else SMALL_ITEMS - 1,
+            most_tokens=most_tokens,
+            most_pairs=SMALL_PAIRS if alone else SMALL_GROUP_PAIRS * dop,
+            least_paired=LONG_NEW_TOKENS if alone else 1,
+            own_paired=alone,
+        )
+
+
+class SmallSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill steps that are replayed, and their times."""
+
+    limits: SmallLimits
+    detail: PrefillDetail
+
+    @property
+    def most_s(self) -> float:
+        """Seconds of the largest fresh prompt of them: no larger fresh ones take less."""
+        return self.detail.time_s([(0, self.limits.most_tokens)])
 
 
 class DecodeGrid(msgspec.Struct, frozen=True, kw_only=True):

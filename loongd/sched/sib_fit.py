@@ -30,6 +30,12 @@ _AT_FLOOR = 1.15
 _NNLS_TOLERANCE = 1e-10
 _NNLS_ROUNDS = 3
 _TINY = 1e-14
+MUST_SAVE = 0.7
+"""A finer description is kept where it leaves less than such a part of the squared errors."""
+_HUBER = 2.0
+"""Errors beyond so many times the median one count linearly; those below `_HUBER_LEAST` never."""
+_HUBER_LEAST = 0.01
+_HUBER_ROUNDS = 4
 _JUMP_POINTS = 8
 """Fewer points would take anything for a jump."""
 _LATE = 4
@@ -89,6 +95,18 @@ def nnls(a: Floats, b: Floats) -> Floats:
         x = _shrink(scaled, b, x, free)
     result: Floats = x / scale
     return result
+
+
+def robust_nnls(a: Floats, b: Floats) -> Floats:
+    """`nnls` on which no row that the others contradict has much influence: Huber's loss, by
+    weights from the errors of the fit before (Holland and Welsch, 1977)."""
+    x = nnls(a, b)
+    for _ in range(_HUBER_ROUNDS):
+        errors = np.abs(a @ x - b)
+        allowed = max(_HUBER * float(np.median(errors)), _HUBER_LEAST)
+        weights = np.sqrt(np.minimum(1.0, allowed / np.maximum(errors, _TINY)))
+        x = nnls(a * weights[:, None], b * weights)
+    return x
 
 
 def _shrink(a: Floats, b: Floats, x: Floats, free: npt.NDArray[np.bool_]) -> Floats:
@@ -222,7 +240,7 @@ def _fit(features: Floats, times: Floats) -> tuple[Floats, float, Floats]:
         floor_s = float(np.median(times[~above]))
         y = _relative(features[above], times[above])
         floored = np.maximum(features @ y, floor_s)
-        if cost(floored, times) < 0.7 * cost(plain, times):
+        if cost(floored, times) < MUST_SAVE * cost(plain, times):
             return y, floor_s, floored
     return x, 0.0, plain
 

@@ -1,12 +1,11 @@
-"""Fitting what measurements add to the formulas: `sched.sib_detail` from measured steps.
+"""Fitting what measurements add to the prefill formula: `sched.sib_detail` from measured steps.
 
-Knows: how a step is told to be bound by its host or by its device, how a table is drawn through
-noisy times without following the noise, and how a grid with holes is filled. Does not know: how
-the times were measured.
+Knows: how a step is told to be replayed, to be bound by its host or by its device, how the tiles of
+queries are found, and how a table is drawn through noisy times without following the noise. Does
+not know: how the times were measured.
 
-Launch-bound steps are small ones, measured by themselves after all others, for hosts were seen to
-need 15 % less once a profile was over. So they alone tell the host's costs, and what other steps
-near that bound took is left out.
+Launch-bound steps are small ones that are no replays. They alone tell the host's costs, and what
+other steps near that bound took is left out.
 
 A detail is kept only where it makes the squared relative errors much smaller than the formula's.
 """
@@ -15,48 +14,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from loongd.sched.sib_detail import (
+    EARLY_CACHED_TOKENS,
     LONG_CACHED_TOKENS,
     LONG_NEW_TOKENS,
-    DecodeGrid,
     HostCosts,
     PrefillDetail,
+    SmallLimits,
+    SmallSteps,
     Table,
     padded,
+    tiled,
 )
 from loongd.sched.sib_fit import (
-    DecodePoint,
+    MUST_SAVE,
     Floats,
     PrefillPoint,
     cost,
     error_of,
     fit_prefill,
-    nnls,
     readable,
+    robust_nnls,
 )
-from loongd.sched.sib_profile import DecodeFit, PrefillFit
+from loongd.sched.sib_profile import PrefillFit
 
-_MUST_SAVE = 0.7
 _LEAST_POINTS = 12
-_LEAST_BATCHES = 5
 _LEAST_LAUNCHES = 4
 """Fewer small steps tell nothing of the host."""
+_LEAST_CLEAR = 4
+"""Fewer steps that are bound by the device tell nothing of it."""
 _CLEAR = 1.3
 """A step that took so many times what its host needs when warm was bound by the device; a host that
 was not warm yet has been seen to need 1.2 times."""
+_HICCUPS = 20
+"""One in so many steps may have been spoiled each time that it ran."""
+_OVER = 1.05
+"""A step that is foreseen to take so many times what it took is foreseen wrongly."""
 _KNOT_RATIO = 1.6
 """Each row of a table has so many times the tokens of the one before."""
 _SMOOTHNESS = 0.05
 """How much a change of slope costs, beside the squared relative errors."""
 _USUAL = 16
 """A chunk of a long prefill is more than one of so many parts of what came before it."""
-_FIXED = 9
+_TILES = (1, 16, 32, 64, 128)
+"""Numbers of queries that kernels may take at a time; the measured times say which it is."""
+_FIXED = 10
 """Columns of `_device_features`."""
 _LAUNCHED = slice(1, 4)
 """Those that count requests and chunks: beside a host, whose launches these costs are, they would
@@ -77,40 +83,40 @@ def fit_measured(
     is of prompts and of chunks as a prefill has them; short chunks over much KV, which take as long
     as reading it, are left to the detail. Fewer than twelve points get no detail.
     """
-    if padded_sizes:
-        trusted = [*points, *launches]
-        detail = _device_detail(dop, trusted, sizes=tuple(padded_sizes))
-    else:
-        detail, trusted = _prefill_detail(dop, points, launches)
+    small, large, few = _split(dop, points, launches, tuple(padded_sizes))
+    detail, trusted = _prefill_detail(dop, large, few)
+    if small is not None:
+        trusted = [*trusted, *small[1]]
     usual = [p for p in trusted if all(_USUAL * new >= cached for cached, new in p.items)]
     fit = fit_prefill(dop, usual)
     if len(trusted) < _LEAST_POINTS:
         return fit
-    times = _times_of(trusted)
-    plain = np.array([fit.coefficients.time_s(point.items) for point in trusted])
-    found = np.array([detail.time_s(point.items) for point in trusted])
-    if cost(found, times) >= _MUST_SAVE * cost(plain, times):
+    found = msgspec.structs.replace(fit, detail=detail, small=None if small is None else small[0])
+    times, measured = _times_of(trusted), [point.items for point in trusted]
+    plain_s, found_s = (np.array([one.time_s(items) for items in measured]) for one in (fit, found))
+    if cost(found_s, times) >= MUST_SAVE * cost(plain_s, times):
         return fit
-    return msgspec.structs.replace(fit, detail=detail, error=error_of(found, times))
+    return msgspec.structs.replace(found, error=error_of(found_s, times))
 
 
-def refine_decode(
-    fit: DecodeFit, points: Sequence[DecodePoint], levels: Sequence[int]
-) -> DecodeFit:
-    """`fit` with a grid where its points call for it; `levels` are the KV tokens of a member near
-    which they lie, ascending, the first near 0."""
-    busiest = np.array([ceil(point.batch / fit.num_masters) for point in points], dtype=np.int64)
-    if len(points) < _LEAST_POINTS or len(set(busiest.tolist())) < _LEAST_BATCHES:
-        return fit
-    kv = np.array([point.kv_tokens / fit.dop for point in points], dtype=np.float64)
-    times = np.array([point.elapsed_s for point in points], dtype=np.float64)
-    plain = np.array([fit.time_s(busiest=int(b), kv_tokens=k) for b, k in _pairs(busiest, kv)])
-    grid = _decode_grid(busiest, kv, times, levels, fit.coefficients.kv_token_s)
-    refined = msgspec.structs.replace(fit, grid=grid)
-    found = np.array([refined.time_s(busiest=int(b), kv_tokens=k) for b, k in _pairs(busiest, kv)])
-    if cost(found, times) >= _MUST_SAVE * cost(plain, times):
-        return fit
-    return msgspec.structs.replace(refined, error=error_of(found, times))
+def _split(
+    dop: int,
+    points: Sequence[PrefillPoint],
+    launches: Sequence[PrefillPoint],
+    sizes: tuple[int, ...],
+) -> tuple[
+    tuple[SmallSteps, list[PrefillPoint]] | None, Sequence[PrefillPoint], Sequence[PrefillPoint]
+]:
+    """The replayed steps and their times, if there are enough; the other points and launches."""
+    if not sizes:
+        return None, points, launches
+    limits = SmallLimits.of(dop, sizes[-1])
+    replayed = [p for p in (*points, *launches) if limits.covers(p.items)]
+    large = [p for p in points if not limits.covers(p.items)]
+    if min(len(replayed), len(large)) < _LEAST_POINTS:
+        return None, points, launches
+    small = SmallSteps(limits=limits, detail=_device_detail(dop, replayed, sizes=sizes))
+    return (small, replayed), large, [p for p in launches if not limits.covers(p.items)]
 
 
 # ---- prefill -------------------------------------------------------------------------------------
@@ -127,13 +133,32 @@ def _prefill_detail(
         return alone, everything
     host = _host_costs(dop, launches)
     clear = [p for p in points if p.elapsed_s > _CLEAR * host.time_s(p.items)]
-    if len(clear) < _FIXED:
+    if len(clear) < _LEAST_CLEAR:
         return alone, everything
-    both = _device_detail(dop, clear, host)
+    both = _beside(dop, host, clear, [p for p in everything if p not in clear])
     trusted = [*clear, *launches]
-    if _cost_of(_device_detail(dop, trusted), trusted) < _MUST_SAVE * _cost_of(both, trusted):
+    if _cost_of(_device_detail(dop, trusted), trusted) < MUST_SAVE * _cost_of(both, trusted):
         return alone, everything
     return both, trusted
+
+
+def _beside(
+    dop: int, host: HostCosts, clear: Sequence[PrefillPoint], bound: Sequence[PrefillPoint]
+) -> PrefillDetail:
+    """What the device needs beside a host, from the steps that are `clear`ly bound by it. The
+    others take no longer than they took: those that would are made to fit too."""
+    known, left = list(clear), list(bound)
+    while True:
+        detail = _device_detail(dop, known, host)
+        over = [
+            p
+            for p in left
+            if detail.time_s(p.items) > _OVER * max(p.elapsed_s, host.time_s(p.items))
+        ]
+        if not over:
+            return detail
+        known += over
+        left = [p for p in left if p not in over]
 
 
 def _host_costs(dop: int, launches: Sequence[PrefillPoint]) -> HostCosts:
@@ -150,7 +175,7 @@ def _host_costs(dop: int, launches: Sequence[PrefillPoint]) -> HostCosts:
         ]
     )
     times = _times_of(launches)
-    step, item, chunk, long = nnls(features / times[:, None], np.ones(len(times))).tolist()
+    step, item, chunk, long = robust_nnls(features / times[:, None], np.ones(len(times))).tolist()
     return HostCosts(
         step_s=readable(step),
         item_s=readable(item),
@@ -167,18 +192,57 @@ def _device_detail(
     host: HostCosts | None = None,
     sizes: tuple[int, ...] = (),
 ) -> PrefillDetail:
-    few_tokens = LONG_NEW_TOKENS * dop
-    work = _Work.of(points, hosted=host is not None, sizes=sizes, few_tokens=few_tokens)
-    detail = _detail(work.fit(), host, work.knots)
-    return msgspec.structs.replace(detail, padded_sizes=sizes, few_tokens=few_tokens)
+    """With the tiles that suit the times best, and with dearer early keys, if that is much better
+    than without."""
+    few_tokens, early_tokens = LONG_NEW_TOKENS * dop, EARLY_CACHED_TOKENS * dop
+    best = _with_blocks(points, host, sizes, _Blocks(1, few_tokens, 0))
+    least = _cost_of(best, points)
+    for early in (0, early_tokens):
+        tried = [
+            _with_blocks(points, host, sizes, _Blocks(tile_tokens, few_tokens, early))
+            for tile_tokens in _TILES
+        ]
+        costs = [_cost_of(detail, points) for detail in tried]
+        if min(costs) < MUST_SAVE * least:
+            least = min(costs)
+            best = tried[costs.index(least)]
+    return best
+
+
+def _with_blocks(
+    points: Sequence[PrefillPoint],
+    host: HostCosts | None,
+    sizes: tuple[int, ...],
+    blocks: _Blocks,
+) -> PrefillDetail:
+    work = _Work.of(points, hosted=host is not None, sizes=sizes, blocks=blocks)
+    return msgspec.structs.replace(
+        _detail(work.fit(), host, work.knots),
+        padded_sizes=sizes,
+        tile_tokens=blocks.tile_tokens,
+        few_tokens=blocks.few_tokens,
+        early_tokens=blocks.early_tokens,
+    )
 
 
 def _cost_of(detail: PrefillDetail, points: Sequence[PrefillPoint]) -> float:
-    return cost(np.array([detail.time_s(point.items) for point in points]), _times_of(points))
+    """The sum of squared relative errors, without the few largest: hiccups of the machine."""
+    errors = np.array([detail.time_s(p.items) / p.elapsed_s - 1 for p in points])
+    squares = np.sort(np.square(errors))
+    return float(squares[: len(squares) - len(squares) // _HICCUPS].sum())
 
 
 def _times_of(points: Sequence[PrefillPoint]) -> Floats:
     return np.array([point.elapsed_s for point in points], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Numbers of tokens of `sched.sib_detail`."""
+
+    tile_tokens: int
+    few_tokens: int
+    early_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,19 +265,17 @@ class _Work:
         *,
         hosted: bool,
         sizes: tuple[int, ...],
-        few_tokens: int,
+        blocks: _Blocks,
     ) -> _Work:
         """`hosted` leaves what a request and a chunk cost beside their tokens to a host; new tokens
-        are padded to `sizes`, and the first `few_tokens` of a chunk cost more."""
+        are padded to `sizes`."""
         times = _times_of(points)
         totals = [padded(sizes, sum(n for _, n in point.items)) for point in points]
         new = np.array(totals, dtype=np.float64)
         knots = _knots(new, sizes)
         widths = np.diff(knots)
         parts = np.clip(new[:, None] - knots[None, :-1], 0.0, widths[None, :])
-        fixed = np.array(
-            [_device_features(point, few_tokens) for point in points], dtype=np.float64
-        )
+        fixed = np.array([_device_features(point, blocks) for point in points], dtype=np.float64)
         if hosted:
             fixed[:, _LAUNCHED] = 0.0
         order = np.argsort(new, kind="stable")
@@ -226,30 +288,33 @@ class _Work:
     def fit(self) -> Floats:
         """Coefficients of all columns."""
         a = np.concatenate([self.device / self.times[:, None], self.smooth])
-        return nnls(a, np.concatenate([np.ones(len(self.times)), np.zeros(len(self.smooth))]))
+        return robust_nnls(
+            a, np.concatenate([np.ones(len(self.times)), np.zeros(len(self.smooth))])
+        )
 
 
-def _device_features(point: PrefillPoint, few_tokens: int) -> tuple[float, ...]:
-    """1, requests, several, chunks, their new and their cached tokens, squares, crosses, and
-    those of the first new tokens."""
+def _device_features(point: PrefillPoint, blocks: _Blocks) -> tuple[float, ...]:
+    """1, requests, several, chunks, their new and their cached tokens, squares, crosses, those of
+    the first new tokens and of the first cached ones."""
     items = point.items
-    chunks = [(cached, new) for cached, new in items if cached]
+    chunks = [(cached, new, tiled(new, blocks.tile_tokens)) for cached, new in items if cached]
     return (
         1.0,
         float(len(items)),
         float(len(items) > 1),
         float(len(chunks)),
-        float(sum(new for _, new in chunks)),
-        float(sum(cached for cached, _ in chunks)),
+        float(sum(new for _, new, _ in chunks)),
+        float(sum(cached for cached, _, _ in chunks)),
         float(sum(new * new for _, new in items)),
-        float(sum(2 * cached * new for cached, new in items)),
-        float(sum(2 * cached * min(new, few_tokens) for cached, new in items)),
+        float(sum(2 * cached * queries for cached, _, queries in chunks)),
+        float(sum(2 * cached * min(queries, blocks.few_tokens) for cached, _, queries in chunks)),
+        float(sum(2 * min(cached, blocks.early_tokens) * new for cached, new, _ in chunks)),
     )
 
 
 def _detail(x: Floats, host: HostCosts | None, knots: Floats) -> PrefillDetail:
     fixed = map(readable, x[:_FIXED].tolist())
-    step, item, many, chunk, chunk_token, cached, square, cross, few = fixed
+    step, item, many, chunk, chunk_token, cached, square, cross, few, early = fixed
     seconds = np.concatenate([[0.0], np.cumsum(x[_FIXED:] * np.diff(knots))])
     late = len(knots) // 2
     rise = (seconds[-1] - seconds[late]) / (knots[-1] - knots[late])
@@ -267,6 +332,7 @@ def _detail(x: Floats, host: HostCosts | None, knots: Floats) -> PrefillDetail:
         cross_s=cross,
         token_s=readable(rise),
         few_s=few,
+        early_s=early,
         rows=rows,
         host=host,
     )
@@ -280,65 +346,3 @@ def _knots(new: Floats, sizes: Sequence[int]) -> Floats:
         if not places or place in sizes or places[-1] >= _KNOT_RATIO * place:
             places.append(place)
     return np.array([0.0, *places[::-1]], dtype=np.float64)
-
-
-# ---- decode --------------------------------------------------------------------------------------
-
-
-def _decode_grid(
-    busiest: npt.NDArray[np.int64],
-    kv: Floats,
-    times: Floats,
-    levels: Sequence[int],
-    kv_token_s: float,
-) -> DecodeGrid:
-    """Each point moved to the nearest level by the cost of a KV token; holes filled."""
-    batches = np.unique(busiest)
-    columns = np.array(levels, dtype=np.float64)
-    nearest = np.abs(kv[:, None] - columns[None, :]).argmin(axis=1)
-    moved = np.maximum(times + kv_token_s * (columns[nearest] - kv), 0.5 * times)
-    filled = np.full((len(batches), len(columns)), np.nan)
-    for row, batch in enumerate(batches):
-        for column in range(len(columns)):
-            here = moved[(busiest == batch) & (nearest == column)]
-            if len(here):
-                filled[row, column] = here.mean()
-    wanted = ~np.isnan(filled).all(axis=0)
-    columns, filled = columns[wanted], filled[:, wanted]
-    _fill(batches, columns, filled, kv_token_s)
-    rising = _rising(_rising(filled, axis=0), axis=1)
-    return DecodeGrid(
-        batches=tuple(batches.tolist()),
-        kv_tokens=tuple(int(column) for column in columns),
-        times_s=tuple(tuple(map(readable, row)) for row in rising.tolist()),
-    )
-
-
-def _fill(
-    batches: npt.NDArray[np.int64], columns: Floats, filled: Floats, kv_token_s: float
-) -> None:
-    """Fill holes: the first column by the cost of KV, others by what KV costs other batches."""
-    for row in range(len(batches)):
-        if np.isnan(filled[row, 0]):
-            first = int(np.flatnonzero(~np.isnan(filled[row]))[0])
-            guess = filled[row, first] - kv_token_s * (columns[first] - columns[0])
-            filled[row, 0] = max(guess, 0.5 * filled[row, first])
-    places = batches.astype(np.float64)
-    for column in range(1, len(columns)):
-        known = ~np.isnan(filled[:, column])
-        reads = filled[known, column] - filled[known, 0]
-        hole = ~known
-        filled[hole, column] = filled[hole, 0] + np.interp(places[hole], places[known], reads)
-
-
-def _rising(values: Floats, axis: int = 0) -> Floats:
-    """The nearest values that never fall along an axis, near enough: midway between the running
-    maximum and the running minimum from behind."""
-    up = np.maximum.accumulate(values, axis=axis)
-    down = np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)
-    middle: Floats = (up + down) / 2
-    return middle
-
-
-def _pairs(busiest: npt.NDArray[np.int64], kv: Floats) -> list[tuple[int, float]]:
-    return list(zip(busiest.tolist(), kv.tolist(), strict=True))

@@ -28,7 +28,7 @@ from math import ceil
 import msgspec
 
 from loongd.errors import ConfigError
-from loongd.sched.sib_detail import DecodeGrid, PrefillDetail
+from loongd.sched.sib_detail import DecodeGrid, PrefillDetail, SmallSteps
 
 FORMAT = 1
 
@@ -111,7 +111,7 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill coefficients of a dop; measured up to so many new tokens, squares and requests.
 
-    `error` is of the best of what is here: of `detail`, or else of `coefficients`.
+    `error` is of the best of what is here: of `small` and `detail`, or else of `coefficients`.
     """
 
     dop: int
@@ -121,11 +121,18 @@ class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
     max_items: int
     error: FitError | None = None
     detail: PrefillDetail | None = None
+    small: SmallSteps | None = None
 
     def time_s(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
-        best = self.coefficients if self.detail is None else self.detail
-        return best.time_s(items)
+        best, small = self.coefficients if self.detail is None else self.detail, self.small
+        if small is None:
+            return best.time_s(items)
+        if small.limits.covers(items):
+            return small.detail.time_s(items)
+        if any(cached for cached, _ in items):
+            return best.time_s(items)
+        return max(best.time_s(items), small.most_s)
 
 
 class DecodeFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,7 +251,9 @@ def parse_profile(data: str | bytes, *, where: str) -> Profile:
         bad = [name for name, value in numbers.items() if not 0 <= value < float("inf")]
         if bad or fit.dop < 1:
             raise ConfigError(f"{where}: {bad or 'dop'} of dop {fit.dop} must not be negative")
+        small = fit.small.detail if isinstance(fit, PrefillFit) and fit.small else None
         measured = fit.detail if isinstance(fit, PrefillFit) else fit.grid
-        if measured is not None and (fault := measured.fault()):
-            raise ConfigError(f"{where}: dop {fit.dop}: {fault}")
+        for one in (small, measured):
+            if one is not None and (fault := one.fault()):
+                raise ConfigError(f"{where}: dop {fit.dop}: {fault}")
     return profile

@@ -12,8 +12,8 @@ from loongd.errors import RequestError
 from loongd.exclusive import Exclusive
 from loongd.pool import WorkerLost
 from loongd.profiling import grid
+from loongd.profiling.made import Subject
 from loongd.profiling.profiler import Profiler
-from loongd.profiling.session import Subject
 from loongd.sched.sib import ModelFacts, Sib, default_profile
 from loongd.wire import (
     Audit,
@@ -38,7 +38,7 @@ FACTS = ModelFacts(
     intermediate_size=128,
     vocab_size=300,
 )
-SHORT = dataclasses.replace(grid.QUICK, max_batch=48, max_rounds=4, point_s=0.5)
+SHORT = dataclasses.replace(grid.QUICK, max_batch=48, max_rounds=4, point_s=0.5, row_steps=3)
 """Small batches and few rounds: fakes take their time for every request of a step."""
 POOL_TOKENS = 20_000
 MAX_TOKENS = 8192
@@ -50,6 +50,7 @@ class FakeWorkers:
     def __init__(self, num_instances: int, *, slow: float = 1.0, spoil: float = 1.0) -> None:
         self.slow = slow
         self.spoil = spoil
+        self.padded_sizes: list[int] = []
         self.slots: dict[int, Counter[int]] = {i: Counter() for i in range(num_instances)}
         self.num_steps = 0
         self.most_used = 0
@@ -71,6 +72,7 @@ class FakeWorkers:
                 weights_bytes=1,
                 device_name="cpu",
                 attention_backend="x",
+                padded_sizes=self.padded_sizes,
             )
             for i in self.slots
         ]
@@ -146,7 +148,7 @@ class FakeWorkers:
                 self._exclusive.put(StepDone(member, step.step_id, share, []))
 
     def _store(self, instance: int, step: RunStep, extend: Extend) -> None:
-        new = len(extend.tokens) // 4
+        new = 1 if step.follows else len(extend.tokens) // 4
         slots = self.slots[instance]
         assert extend.start + new <= MAX_TOKENS
         if extend.master is None:
@@ -156,17 +158,18 @@ class FakeWorkers:
             assert extend.master in step.members
             kept = new if extend.master == instance else 0
         assert set(extend.holders) <= set(step.members)
-        for segment in extend.cached:
-            assert (instance in extend.holders) == bool(slots[segment])
+        held = sum(slots[segment] for segment in extend.cached)
+        assert (instance in extend.holders) == (held > 0)
+        if extend.master is None and held:
+            assert extend.holder_tokens[extend.holders.index(instance)] == held
         slots[extend.segment] += kept
         assert sum(slots.values()) <= POOL_TOKENS
 
-    @staticmethod
-    def time_s(step: RunStep) -> float:
+    def time_s(self, step: RunStep) -> float:
         """1 ms + 0.1 ms a request; 20 us a token, 1 ns a square, shared by the group; decode:
         2 ms + 0.2 ms a request of the busiest master + 0.5 us a KV token of a member."""
         dop = len(step.members)
-        lengths = [(e.start, len(e.tokens) // 4) for e in step.batch]
+        lengths = lengths_of(step)
         if step.batch[0].master is None:
             new = sum(n for _, n in lengths)
             square = sum((c + n) ** 2 - c**2 for c, n in lengths)
@@ -176,7 +179,12 @@ class FakeWorkers:
         return 0.002 + 2e-4 * max(masters.values()) + 5e-7 * kv / dop
 
 
-def make_profiler(workers: FakeWorkers) -> tuple[Profiler, Sib]:
+def lengths_of(step: RunStep) -> list[tuple[int, int]]:
+    """(cached, new) tokens of the step's requests."""
+    return [(e.start, 1 if step.follows else len(e.tokens) // 4) for e in step.batch]
+
+
+def make_profiler(workers: FakeWorkers, device: str = "cpu x") -> tuple[Profiler, Sib]:
     sib = Sib(default_profile(FACTS, "cpu"))
-    subject = Subject(facts=FACTS, device="cpu x", dtype="float32", tp=1, max_tokens=MAX_TOKENS)
+    subject = Subject(facts=FACTS, device=device, dtype="float32", tp=1, max_tokens=MAX_TOKENS)
     return Profiler(workers, sib, lambda: subject), sib

@@ -14,9 +14,9 @@ from loongd.errors import ConfigError, WorkerError
 from loongd.profiling import grid, store
 from loongd.profiling.bench import Bench, even
 from loongd.profiling.facts import device_key
-from loongd.profiling.jobs import Job, repeat
 from loongd.profiling.profiler import ProfileRequest
 from loongd.sched.sib import Sib, default_profile
+from loongd.sched.sib_detail import SmallLimits
 from loongd.wire import StepDone
 
 
@@ -137,7 +137,7 @@ async def test_a_reader_that_goes_away_leaves_an_empty_pool() -> None:
     profiler, _ = make_profiler(workers)
     words = profiler.run(ProfileRequest(quick=True, save=False))
     async for word in words:
-        if "prefill" in word["stage"]:
+        if "steps" in word["stage"]:
             break
     assert workers.num_used > 0
     await words.aclose()
@@ -176,7 +176,7 @@ def test_the_typical_time_is_neither_the_first_nor_a_slow_nor_the_fastest_one() 
 def test_rounds_grow_with_short_steps_and_never_fall_below_the_fewest() -> None:
     effort = dataclasses.replace(grid.QUICK, min_rounds=2, max_rounds=7, point_s=0.5)
     assert [effort.rounds(s) for s in (0.001, 0.1, 0.2, 10.0)] == [7, 5, 2, 2]
-    assert [effort.times(2).rounds(s) for s in (0.001, 0.1, 0.2, 10.0)] == [14, 10, 5, 4]
+    assert [effort.on_cpu().rounds(s) for s in (0.001, 0.1, 0.2, 10.0)] == [14, 10, 5, 4]
 
 
 @pytest.mark.parametrize("longest", [16, 100, 8192])
@@ -213,6 +213,24 @@ def test_small_steps_stay_inside_what_is_asked(dop: int) -> None:
     assert [items[0][0] >= 2048 * dop for items in long] == [True, True]
 
 
+@pytest.mark.parametrize("dop", [1, 2, 4])
+def test_small_steps_are_measured_beside_replayed_ones_too(dop: int) -> None:
+    """Prompts, batches and chunks that are long or not, on both sides of what is replayed."""
+    limits = SmallLimits.of(dop, 1024)
+    sizes = grid.launch_sizes(32_768, 1024, 131_072, dop, (16, 256, 1024))
+    assert len(sizes) == len(set(sizes)) > 20
+    assert set(grid.launch_sizes(32_768, 1024, 131_072, dop)) < set(sizes)
+    kinds = set()
+    for items in sizes:
+        assert max(map(sum, items)) <= 131_072
+        is_long = items[0][0] >= 2048 * dop and items[0][1] >= 512 * dop
+        kinds.add((limits.covers(items), len(items) > 1, items[0][0] > 0, is_long))
+    batch, prompt, chunk = (True, False, False), (False, False, False), (False, True, False)
+    long = (False, True, True)
+    assert {(False, *kind) for kind in (batch, prompt, chunk, long)} < kinds
+    assert {(True, *kind) for kind in (batch, prompt, chunk)} < kinds
+
+
 def sizes_of_gpu(dop: int) -> list[grid.Items]:
     return grid.launch_sizes(32_768, 128 * dop, 131_072, dop)
 
@@ -222,7 +240,8 @@ def test_decode_sizes_stay_inside_what_is_asked(masters: int) -> None:
     seen = grid.decode_sizes(64, masters, most_blocks=40)
     batches = {size.batch for size in seen}
     assert {masters, 2 * masters, 64} == batches & {masters, 2 * masters, 64}
-    assert all(batch % masters == 0 for batch in batches)
+    uneven = {batch for batch in batches if batch % masters}
+    assert uneven == ({masters + 1, 2 * masters + 1, 3 * masters + 1} if masters > 1 else set())
     assert max(batches) == 64
     assert {sum(size.blocks) for size in seen} == {0, 8, 32, 128}
     for size in [*seen, *grid.random_decodes(64, masters, 40, seed=3, count=100)]:
@@ -240,29 +259,6 @@ def test_unseen_batches_are_the_same_each_time_and_not_those_of_the_profile() ->
     decodes = grid.random_decodes(64, 1, 128, seed=5, count=9)
     assert decodes == grid.random_decodes(64, 1, 128, seed=5, count=9)
     assert any(len(set(size.blocks)) > 2 for size in decodes)
-
-
-async def test_repetitions_come_in_rounds_of_changing_order() -> None:
-    ran: list[int] = []
-
-    def job(number: int) -> Job:
-        async def run() -> float:
-            ran.append(number)
-            return 0.01 * (number + 1)
-
-        return Job(run)
-
-    jobs = [job(number) for number in range(6)]
-    effort = dataclasses.replace(grid.QUICK, point_s=0.2, max_rounds=7)
-    done = [share async for share in repeat(jobs, effort)]
-    rounds = [len(one.times) for one in jobs]
-    assert rounds == [7, 7, 6, 5, 4, 3]
-    assert done == sorted(done)
-    assert done[-1] == pytest.approx(1.0)
-    assert ran[:12] == [*range(6), *range(6)]
-    third = ran[12:18]
-    assert sorted(third) == [0, 1, 2, 3, 4, 5]
-    assert third != sorted(third)
 
 
 def test_a_cpu_is_named_by_processor_and_share() -> None:

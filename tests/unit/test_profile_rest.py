@@ -81,6 +81,7 @@ async def test_profile_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert f"saved as {out}" in shown.out
         assert "dop 2    2 " in shown.out
         assert "all      3 ms       2 ms           0.128 GB/s" in shown.out
+        assert "0% dop 1: warm-up, some 2 min left" in shown.err
         assert "100% done" in shown.err
         assert parse_profile(out.read_bytes(), where="out") == sib.profile
         assert max(map(len, shown.out.splitlines()[:-1])) <= ctl_speed.WIDTH

@@ -20,8 +20,9 @@ from loongd.sched.sib_fit import (
     fit_decode,
     fit_prefill,
     nnls,
+    robust_nnls,
 )
-from loongd.sched.sib_fit_detail import refine_decode
+from loongd.sched.sib_fit_grid import refine_decode
 from loongd.sched.sib_profile import Coefficients, DecodeCoefficients
 
 PROFILES = Path(__file__).parents[2] / "etc" / "profiles"
@@ -57,6 +58,16 @@ def test_nnls_of_equal_and_empty_columns_is_finite() -> None:
     x = nnls(a, np.array([2.0, 4.0, 6.0]))
     assert a @ x == pytest.approx([2.0, 4.0, 6.0])
     assert x[2] == 0.0
+
+
+def test_rows_that_the_others_contradict_have_little_influence() -> None:
+    rng = np.random.default_rng(1)
+    a, x = rng.exponential(size=(40, 4)), np.array([1.0, 0.0, 2.0, 0.5])
+    times = a @ x * rng.uniform(0.99, 1.01, size=40)
+    times[::13] *= 1.6
+    rows, ones = a / times[:, None], np.ones(40)
+    assert np.abs(robust_nnls(rows, ones) - x).max() < 0.02
+    assert np.abs(nnls(rows, ones) - x).max() > 0.06
 
 
 def prefill_points(rng: random.Random, truth: Coefficients, noise: float) -> list[PrefillPoint]:
