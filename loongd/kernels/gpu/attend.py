@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from loongd.kernels.gpu.attend_kernels import attend_shares, merge_shares
-from loongd.kernels.gpu.plan import Tiling, decode_tiling, extend_tiling, plan_tiles
+from loongd.kernels.gpu.plan import Tiling, decode_tiling, extend_tiling, merging, plan_tiles
 
 LOG2_E = 1.4426950408889634
 MAX_DECODE_ROWS = 64
@@ -206,7 +206,8 @@ def _launch(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    row_chunks = triton.cdiv(min(most_rows, tiling.block_m), tiling.merge_rows)
+    merge = merging(tiling, num_tiles)
+    row_chunks = triton.cdiv(min(most_rows, tiling.block_m), merge.rows)
     merge_shares[(num_tiles, num_kv_heads, row_chunks)](
         part,
         part_lse,
@@ -218,7 +219,7 @@ def _launch(
         num_heads,
         shares,
         **shape,
-        ROWS=tiling.merge_rows,
-        BLOCK_P=16 // tiling.merge_rows if tiling.merge_rows < 16 else 1,
-        num_warps=4,
+        ROWS=merge.rows,
+        BLOCK_P=merge.parts,
+        num_warps=merge.num_warps,
     )
