@@ -8,7 +8,7 @@ Knows: what each instance is used for, gains and costs. Does not know: the queue
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -42,6 +42,7 @@ class Allocate:
     Attributes:
         unfinished: requests with a part of their prefill to come, in a step or not.
         pinned: instances that hold their KV.
+        is_quiet: nobody waits or prefills.
     """
 
     def __init__(self, view: View, draft: Draft, sib: Sib, *, forced: bool = False) -> None:
@@ -55,7 +56,7 @@ class Allocate:
         self._interruptions: dict[int, float] = {}
         self.unfinished = tuple(view.tally.unfinished.values())
         self.pinned = {i for r in self.unfinished for i in r.holders}
-        self._is_quiet = not view.tally.prefilling and next(iter(view.waiting), None) is None
+        self.is_quiet = not view.tally.prefilling and next(iter(view.waiting), None) is None
 
     # ---- what an instance is good for ----------------------------------------------------------
 
@@ -89,14 +90,20 @@ class Allocate:
 
         Equal ones are taken in ascending order, so that low numbers are used first."""
         draft = self._draft
-        found = (i for i in draft.idle if i not in self.pinned and i not in draft.component_of)
-        return sorted(filter(self.is_open, found), key=lambda i: (-draft.free[i], i))
+        found = [i for i in draft.idle if i not in self.pinned and i not in draft.component_of]
+        open_to = [i for i in found if self.is_open(i)]
+        if len(open_to) > 1:
+            open_to.sort(key=lambda i: (-draft.free[i], i))
+        return open_to
 
     def lent(self) -> list[int]:
         """Open instances of decode groups, least cost of an interruption first."""
+        return sorted(self._lent(), key=lambda i: (self.interruption(i), i))
+
+    def _lent(self) -> list[int]:
         draft = self._draft
-        found = (i for i in draft.idle if i not in self.pinned and i in draft.component_of)
-        return sorted(filter(self.is_open, found), key=lambda i: (self.interruption(i), i))
+        found = [i for i in draft.idle if i not in self.pinned and i in draft.component_of]
+        return [i for i in found if self.is_open(i)]
 
     def between_chunks(self, *, again: bool = False) -> list[int]:
         """Open instances where an unfinished prefill has just had its turn; most room first.
@@ -145,22 +152,22 @@ class Allocate:
 
     # ---- moving KV -----------------------------------------------------------------------------
 
-    def vacate(self, request: Request, dop: int) -> Move | None:
-        """Free an instance of its decoding requests for a long prefill that has `dop` now.
+    def vacate(self, request: Request, dop: Callable[[], int]) -> Move | None:
+        """Free an instance of its decoding requests for a long prefill that has `dop()` now.
 
         LoongServe section 4.2: the instance with the fewest used slots joins when the prefill
         time saved exceeds the time of moving its KV; the KV goes to the decode group with most
         room. Both per input token of the same request, so times are compared.
         """
         draft = self._draft
-        sources = [i for i in self.lent() if not self._is_cooling(i)]
+        sources = [i for i in self._lent() if not self._is_cooling(i)]
         if not sources or any(i.step and i.step.is_migration for i in self._instances.values()):
             return None
         source = max(sources, key=lambda i: (draft.free[i] - self._instances[i].slots, -i))
         moved = [r for r in self.batch(source) if source in r.holders]
         num_tokens = sum(self._view.tokens_on(r, source) for r in moved)
         cost_s = self._sib.migrate_s(num_tokens)
-        gain_s = self._gain_s(request, dop)
+        gain_s = self._gain_s(request, dop())
         if not self._pays(gain_s, cost_s):
             return None
         needed = num_tokens + sum(r.growth_tokens for r in moved if r.master == source)
@@ -175,18 +182,22 @@ class Allocate:
         )
         return Move(StartMigrate(source, target, tuple(moved), reason), (source, target))
 
-    def stays(self, instance: int, request: Request, dop: int) -> bool:
-        """Its decoding requests would not be moved for `request`, now or while all decoding ones
-        only grow: then the move costs more and needs more room, and no target has more."""
+    def stays_s(self, instance: int, request: Request, dop: int) -> float:
+        """Until when its decoding requests would not be moved for `request` while all decoding
+        ones only grow: then the move costs more and needs more room, and no target has more.
+        Infinity when it does not pay; minus infinity when they would be moved now."""
         if instance in self.pinned:
-            return True
+            return inf
         moved = [r for r in self.batch(instance) if instance in r.holders]
-        num_tokens = sum(self._view.tokens_on(r, instance) for r in moved)
+        num_tokens = sum([self._view.tokens_on(r, instance) for r in moved])
         if not self._pays(self._gain_s(request, dop), self._sib.migrate_s(num_tokens)):
-            return True
+            return inf
         # When their step has ended, each reserves one slot less.
-        needed = num_tokens + sum(r.growth_tokens - 1 for r in moved if r.master == instance)
-        return not any(self._can_take(i, instance, needed) for i in self._draft.component_of)
+        needed = num_tokens + sum([r.growth_tokens - 1 for r in moved if r.master == instance])
+        if not any(self._can_take(i, instance, needed) for i in self._draft.component_of):
+            return inf
+        cool_s = max(r.migrated_s for r in moved) + COOL_DOWN_S
+        return cool_s if cool_s > self._view.now else -inf
 
     def _gain_s(self, request: Request, dop: int) -> float:
         """What one more instance than `dop` saves a prefill."""
@@ -205,7 +216,7 @@ class Allocate:
         to the one with most room, if the faster steps save a multiple of the move's time over the
         steps to be expected.
         """
-        if not self._is_quiet:
+        if not self.is_quiet:
             return None
         for component in self._draft.components:
             if len(component.instances) > 1 and avoid.isdisjoint(component.instances):

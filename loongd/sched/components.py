@@ -40,6 +40,8 @@ def connect(by_links: Mapping[tuple[int, ...], Mapping[str, Request]]) -> tuple[
     The requests of each links are in the order in which they began to run; so are those of a
     component, links by links.
     """
+    if max(map(len, by_links), default=0) == 1:
+        return tuple([Component(i, tuple(by_links[i].values())) for i in sorted(by_links)])
     linked = sorted(by_links.items(), key=lambda item: next(iter(item[1].values())).run_order)
     root = {i: i for links in by_links for i in links}
     for links in by_links:

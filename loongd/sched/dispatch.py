@@ -36,8 +36,43 @@ FIXED_SHARE = 0.1
 URGENT_WAITS = 10
 # What passes the head takes at most this share of the head's own prefill time.
 PASS_SHARE = 0.25
+# Lengths whose times are kept between rounds.
+MAX_KNOWN = 65536
 # Before any request has finished: the decode time of so many tokens alone.
 PRIOR_DECODE_TOKENS = 256
+
+
+class AloneTimes:
+    """Predicted times of whole prompts alone on one instance, computed once for each length while
+    predictions stay what they are: a queue is looked at again and again."""
+
+    def __init__(self, sib: Sib) -> None:
+        self._sib = sib
+        self._known: dict[int, float] = {}
+        self._longest: dict[float, int] = {}
+        self.costs = sib.prefill_coefficients(1)
+
+    def refresh(self) -> None:
+        """Forget what was computed from other coefficients than those in force now."""
+        costs = self._sib.prefill_coefficients(1)
+        if costs is not self.costs or len(self._known) > MAX_KNOWN:
+            self.costs = costs
+            self._known.clear()
+            self._longest.clear()
+
+    def alone_s(self, num_tokens: int) -> float:
+        """Seconds of a whole prompt alone on one instance."""
+        found = self._known.get(num_tokens)
+        if found is None:
+            found = self._known[num_tokens] = self.costs.alone_s(0, num_tokens)
+        return found
+
+    def longest_short(self, bound_s: float) -> int:
+        """See `chunks.longest_short`."""
+        found = self._longest.get(bound_s)
+        if found is None:
+            found = self._longest[bound_s] = longest_short(self.costs, bound_s)
+        return found
 
 
 class Dispatch:
@@ -48,7 +83,7 @@ class Dispatch:
         is_short_of_room: no instance has room for the longest prompt that is quick enough.
     """
 
-    def __init__(self, view: View, draft: Draft, sib: Sib) -> None:
+    def __init__(self, view: View, draft: Draft, sib: Sib, alone: AloneTimes) -> None:
         self.shorts: list[Request] = []
         self.longs: list[Request] = []
         self.give_ups: list[GiveUp] = []
@@ -57,9 +92,12 @@ class Dispatch:
         self._draft = draft
         self._sib = sib
         self._bound_s = view.limits.max_prefill_wait_s
-        self._costs = sib.prefill_coefficients(1)
-        largest = longest_short(self._costs, self._bound_s)
-        most_room = max((draft.room(i) for i in draft.free), default=0)
+        alone.refresh()
+        self._costs = alone.costs
+        self._alone_s = alone.alone_s
+        largest = alone.longest_short(self._bound_s)
+        reserved = draft.reserved
+        most_room = max([slots - reserved[i] for i, slots in draft.free.items()], default=0)
         self._short_tokens = min(largest, most_room, view.limits.max_step_tokens)
         self.is_short_of_room = self._short_tokens == most_room
 
@@ -125,13 +163,22 @@ class Dispatch:
             if request.order > last:
                 yield request
 
+    def would_be_short(self, more_tokens: int) -> bool:
+        """With so many slots more some prompt that waits would be short, for want of which it is
+        long."""
+        if not self.is_short_of_room:
+            return False
+        least, most = self._short_tokens, self._short_tokens + more_tokens
+        front = islice(self._view.waiting, MAX_DEPTH)
+        behind = islice(self._view.shorter(most), MAX_DEPTH)
+        return any(least < request.num_tokens <= most for request in chain(front, behind))
+
     def _is_cheap(self, request: Request) -> bool:
         """It may pass the first request without room."""
         assert self.blocked is not None
         num_tokens = request.num_tokens
-        alone_s = self._costs.alone_s
         return num_tokens <= self._short_tokens or (
-            alone_s(0, num_tokens) <= PASS_SHARE * alone_s(0, self.blocked.num_tokens)
+            self._alone_s(num_tokens) <= PASS_SHARE * self._alone_s(self.blocked.num_tokens)
         )
 
     def _can_fit(self, request: Request) -> bool:
@@ -145,7 +192,7 @@ class Dispatch:
     def fit_now(self, *requests: Request) -> bool:
         """They are admitted beside all that runs or starts in this round."""
         draft = self._draft
-        committed = draft.committed + sum(request.committed_tokens for request in requests)
+        committed = draft.committed + sum([request.committed_tokens for request in requests])
         num_running = draft.num_running + len(requests)
         return committed <= draft.total_slots and num_running <= self._view.limits.max_num_seqs
 
@@ -164,7 +211,7 @@ class Dispatch:
         """When it has waited for as long as its prefill takes, or for the bound: from then on a
         long one may interrupt a decode group that has had its time, and a short one need not wait
         for an instance without an unfinished prefill."""
-        own_s = self._costs.alone_s(0, request.num_tokens)
+        own_s = self._alone_s(request.num_tokens)
         return request.arrived_s + min(self._bound_s, own_s)
 
     def is_late(self, request: Request) -> bool:
@@ -177,17 +224,17 @@ class Dispatch:
 
     def urgent_s(self, request: Request) -> float:
         """When a long prompt becomes urgent, if it is not done by then."""
-        return self._urgent_s(request, self._costs.alone_s(0, request.num_tokens))
+        return self._urgent_s(request, self._alone_s(request.num_tokens))
 
     def _urgent_s(self, request: Request, time_s: float) -> float:
         return request.arrived_s + URGENT_WAITS * max(self._bound_s, time_s)
 
     def rank(self, request: Request) -> tuple[int, float, int]:
         """Sorts long prompts: urgent ones by age, others by predicted time x length."""
-        cached, left = request.kv_tokens, request.left_tokens
-        time_s = self._costs.alone_s(0, request.num_tokens)
+        time_s = self._alone_s(request.num_tokens)
         if self._view.now >= self._urgent_s(request, time_s):
             return (0, 0.0, request.order)
+        cached, left = request.kv_tokens, request.left_tokens
         left_s = time_s if cached == 0 else self._costs.alone_s(cached, left)
         return (1, left_s * left, request.order)
 
@@ -218,7 +265,7 @@ class Dispatch:
             num_tokens = request.num_tokens
             if num_tokens > min(room, most):
                 continue
-            left_s -= costs.alone_s(0, num_tokens) - costs.alpha_s
+            left_s -= self._alone_s(num_tokens) - costs.alpha_s
             left_tokens -= num_tokens
             room -= num_tokens
             if taken and (left_s < 0 or left_tokens < 0):
@@ -234,10 +281,10 @@ class Dispatch:
         """
         now = self._view.now
         time_s = self._costs.time_s([(0, request.num_tokens) for request in taken])
-        cost = sum(time_s / max(1, request.num_generated) for request in batch)
-        exec_s = min((now - (r.first_token_s or now) for r in batch), default=0.0)
+        cost = sum([time_s / (request.num_generated or 1) for request in batch])
+        exec_s = min([now - (r.first_token_s or now) for r in batch], default=0.0)
         wait_s = max(0.0, self._avg_decode_s() - exec_s)
-        return sum(wait_s / request.num_tokens for request in taken), cost
+        return sum([wait_s / request.num_tokens for request in taken]), cost
 
     def _avg_decode_s(self) -> float:
         if self._view.avg_decode_s is not None:

@@ -27,14 +27,15 @@ class Draft:
 
     def __init__(self, view: View) -> None:
         self.view = view
-        tally = view.tally
-        self.free = dict(view.free)
-        self.idle = {i for i in self.free if view.instances[i].step is None}
-        self.total_slots = sum(view.instances[i].slots for i in self.free)
-        self.known_slots = sum(instance.slots for instance in view.instances.values())
+        tally, instances = view.tally, view.instances
+        self.free = free = dict(view.free)
+        self.idle = {i for i in free if instances[i].step is None}
+        self.total_slots = sum([instances[i].slots for i in free])
+        self.known_slots = sum([instance.slots for instance in instances.values()])
         self.num_running = len(view.running)
         self.committed = view.num_ending_tokens + tally.committed
-        self.reserved = {i: tally.reserved.get(i, 0) for i in self.free}
+        reserved = tally.reserved
+        self.reserved = {i: reserved.get(i, 0) for i in free}
         self.components = tally.components
         self.component_of = tally.component_of
         self.hold: Hold | None = None
@@ -47,13 +48,17 @@ class Draft:
 
     def owes_decode(self, component: Component) -> bool:
         """A member has finished a prefill since the component's last step."""
-        instances = self.view.instances
-        return any(instances[i].owes_decode and i in self.idle for i in component.instances)
+        instances, members = self.view.instances, component.instances
+        if len(members) == 1:
+            return instances[members[0]].owes_decode and members[0] in self.idle
+        return any(instances[i].owes_decode and i in self.idle for i in members)
 
     def is_prefills_turn(self, instance: int) -> bool:
         """The instance is idle and no decode step is owed there."""
+        if instance not in self.idle:
+            return False
         component = self.component_of.get(instance)
-        return instance in self.idle and not (component and self.owes_decode(component))
+        return component is None or not self.owes_decode(component)
 
     def runs_decode(self, instance: int) -> bool:
         step = self.view.instances[instance].step

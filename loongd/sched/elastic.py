@@ -12,7 +12,8 @@ the one where it interrupts least. Instances that it needs but that are busy are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 
 from loongd.sched.allocate import Allocate
 from loongd.sched.chunks import left_s, next_chunk
@@ -44,7 +45,9 @@ class ElasticPrefill:
         self._dispatch = dispatch
         self._allocate = allocate
         self._first = dispatch.best_long()
-        self._unfinished = sorted(allocate.unfinished, key=dispatch.rank)
+        self._unfinished: Sequence[Request] = allocate.unfinished
+        if len(self._unfinished) > 1:
+            self._unfinished = sorted(self._unfinished, key=dispatch.rank)
 
     # ---- a prompt that waits -------------------------------------------------------------------
 
@@ -54,6 +57,26 @@ class ElasticPrefill:
         if self._first is None or not self._dispatch.fit_now(self._first):
             return None
         return None if self._is_behind(self._first) else self._first
+
+    @property
+    def is_first_behind(self) -> bool:
+        """No long prompt waits, or an unfinished prefill goes before the best of them."""
+        return self._first is None or self._is_behind(self._first)
+
+    def is_held_for(self, hold: Hold) -> bool:
+        """An instance is held for the best long prompt that waits, which has been passed for long
+        enough."""
+        first = self._first
+        if first is None or first.request_id != hold.request_id:
+            return False
+        return self._dispatch.is_urgent(first) and not self._is_behind(first)
+
+    @property
+    def starts_beside(self) -> bool:
+        """The best long prompt that waits starts beside unfinished ones if an instance is
+        empty, though they go before it: none of them runs."""
+        first = self._first
+        return first is not None and not self._is_running() and self._dispatch.fit_now(first)
 
     def _is_behind(self, request: Request) -> bool:
         """An unfinished prefill goes before it."""
@@ -108,7 +131,7 @@ class ElasticPrefill:
         if first is None:
             return
         lent = self._allocate.lent()
-        if self._move_away(first, 0):
+        if self._move_away(first, int):
             return
         is_late = self._allocate.forced or self._dispatch.is_late(first)
         open_to = [i for i in lent if self._allocate.is_paid(i)] if is_late else []
@@ -125,22 +148,25 @@ class ElasticPrefill:
         for request in self._unfinished:
             if request.between_chunks:
                 self._go_on(request)
-        is_running = any(request.step_id is not None for request in self._unfinished)
-        first = self._first
-        if first is not None and not is_running and self._dispatch.fit_now(first):
-            self._start_on_empty(first)
+        if self.starts_beside:
+            assert self._first is not None
+            self._start_on_empty(self._first)
+
+    def _is_running(self) -> bool:
+        return any(request.step_id is not None for request in self._unfinished)
 
     def move_away(self) -> None:
         """Let the best unfinished prefill have another instance for its next chunk, if it pays."""
         if not self._unfinished or self.migrations:
             return
-        self._move_away(self._unfinished[0], self._next_dop())
+        self._move_away(self._unfinished[0], self._next_dop)
 
-    def stays(self, instance: int) -> bool:
-        """The decoding requests there would not be moved for the best unfinished prefill."""
+    def stays_s(self, instance: int) -> float:
+        """Until when the decoding requests there would not be moved for the best unfinished
+        prefill; see `Allocate.stays_s`."""
         if not self._unfinished:
-            return True
-        return self._allocate.stays(instance, self._unfinished[0], self._next_dop())
+            return inf
+        return self._allocate.stays_s(instance, self._unfinished[0], self._next_dop())
 
     def _next_dop(self) -> int:
         """Instances that the best unfinished prefill has, or may have for its next chunk."""
@@ -151,7 +177,7 @@ class ElasticPrefill:
             group |= set(step.members) if step is not None else set()
         return len(group)
 
-    def _move_away(self, request: Request, dop: int) -> bool:
+    def _move_away(self, request: Request, dop: Callable[[], int]) -> bool:
         """Move a decode group's KV now, or hold both instances until they are idle."""
         move = self._allocate.vacate(request, dop)
         if move is None:
@@ -165,11 +191,14 @@ class ElasticPrefill:
         return True
 
     def _go_on(self, request: Request) -> None:
+        draft, allocate = self._draft, self._allocate
+        is_paid = all(map(allocate.is_paid, request.holders))
+        if not is_paid and max(draft.free.values()) > 0:
+            return
         keepers = self._keepers(request)
         if keepers is None:
             self.starved = self.starved or request
             return
-        draft, allocate = self._draft, self._allocate
         if not draft.held.isdisjoint(keepers) or not all(map(allocate.is_paid, keepers)):
             return
         idle = draft.idle.intersection(keepers)

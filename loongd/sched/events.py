@@ -32,8 +32,7 @@ class Arrived:
     needs_history: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(msgspec.Struct, frozen=True):
     """All members of the step's group have finished; one drawn token for each sampling item."""
 
     now: float
@@ -98,14 +97,12 @@ Event = Arrived | StepDone | StepFailed | Cancelled | InstanceJoined | InstanceL
 # ---- actions ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RunPrefill:
+class RunPrefill(msgspec.Struct, frozen=True):
     plan: PrefillPlan
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunDecode:
+class RunDecode(msgspec.Struct, frozen=True):
     plan: DecodePlan
     reason: str
 

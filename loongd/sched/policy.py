@@ -1,5 +1,8 @@
 """What a scheduling policy sees, decides and may count on.
 
+What is made for every event is a msgspec struct instead of a frozen dataclass: that takes a fifth
+of the time.
+
 Knows: the read-only `View`, the decisions, and the `Policy` protocol. A policy is a pure function
 of its view; the scheduler carries out what it decides and asks again after every event.
 Does not know: segments, step ids, actions.
@@ -15,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from loongd.sched.instance import InstanceView
+from loongd.sched.plan import DecodePlan
 from loongd.sched.request import Request
 from loongd.sched.tally import Tally
 
@@ -49,8 +53,7 @@ class Hold:
     instances: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """State of the world, to be read only.
 
     Args:
@@ -101,15 +104,13 @@ class Placed(msgspec.Struct, frozen=True):
         return self.num_tokens == self.request.left_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class StartPrefill:
+class StartPrefill(msgspec.Struct, frozen=True):
     members: tuple[int, ...]
     items: tuple[Placed, ...]
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartDecode:
+class StartDecode(msgspec.Struct, frozen=True):
     """A decode step; `items` pairs requests with their masters, `joined` are new members."""
 
     members: tuple[int, ...]
@@ -144,8 +145,7 @@ class GiveUp:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Decisions:
+class Decisions(msgspec.Struct, frozen=True):
     """All that starts now, and what is waited for; after a preemption the policy is asked again.
 
     `wanted` pairs requests left out of a decode step with the busy instance whose free slot they
@@ -161,8 +161,7 @@ class Decisions:
     migrations: tuple[StartMigrate, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True, gc=False):
     """How often, and until when, a decode step is certain to be followed by one just like it."""
 
     num_steps: int
@@ -178,16 +177,31 @@ class Policy(Protocol):
     a request can be served (else the scheduler would stand still).
 
     `steady_requests`: a decode group of one instance and at most so many requests, with room,
-    steps on unchanged while nothing waits and nothing is half done.
+    steps on unchanged while nothing waits and nothing is half done; with `steady_groups` also one
+    of several instances.
     """
 
     @property
     def steady_requests(self) -> int: ...
 
-    def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
-        """Of decode groups of these instances, each alone in its group and in a step: how long
+    @property
+    def steady_groups(self) -> bool: ...
+
+    def settled(self, view: View, groups: Sequence[Sequence[int]]) -> list[Settled]:
+        """Of decode groups of these instances, each in a step with all its requests: how long
         nothing else than their next step starts when one ends, if nobody arrives, no prefill or
         migration ends, and no request ends."""
 
+    def masters(
+        self, plan: DecodePlan, free: Mapping[int, int], num_steps: int
+    ) -> Sequence[tuple[int, ...]]:
+        """Who is master of each item of `plan` in each of the next steps just like it, while all
+        members have room for them; `free` slots are as when it runs."""
+
     def decide(self, view: View) -> Decisions:
         """Everything that is to start now; at most one step for each instance."""
+
+
+def same_masters(plan: DecodePlan, num_steps: int) -> Sequence[tuple[int, ...]]:
+    """For `Policy.masters`: each request keeps its own."""
+    return [tuple(item.master for item in plan.items)] * num_steps

@@ -13,6 +13,7 @@ class SlotPool:
     """Slots of all alive instances and the segments that lie in them."""
 
     def __init__(self) -> None:
+        # In ascending order of instances.
         self._total: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._segments: dict[int, dict[int, int]] = {}
@@ -21,6 +22,7 @@ class SlotPool:
         """A new, empty instance."""
         assert instance not in self._total, f"instance {instance} is in the pool already"
         self._total[instance] = slots
+        self._total = {i: self._total[i] for i in sorted(self._total)}
         self._used[instance] = 0
 
     def remove_instance(self, instance: int) -> None:
@@ -100,7 +102,8 @@ class SlotPool:
 
     def free_by_instance(self) -> dict[int, int]:
         """Free slots of every instance, in ascending order of instances (a copy)."""
-        return {i: self._total[i] - self._used[i] for i in sorted(self._total)}
+        used = self._used
+        return {i: slots - used[i] for i, slots in self._total.items()}
 
     @property
     def total(self) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from msgspec import structs
+
 from loongd.sched.admission import never_fits
 from loongd.sched.chunks import left_s
 from loongd.sched.draft import Draft
@@ -85,7 +87,9 @@ def _ask(policy: Policy, sib: Sib, view: View, request: Request) -> Prediction:
     waiting = list(islice(view.waiting, MAX_DEPTH))
     is_seen = len(waiting) < MAX_DEPTH and any(i.idle for i in view.instances.values())
     decisions = (
-        policy.decide(replace(view, waiting=[*waiting, request])) if is_seen else Decisions()
+        policy.decide(structs.replace(view, waiting=[*waiting, request]))
+        if is_seen
+        else Decisions()
     )
     for start in decisions.prefills:
         for item in start.items:

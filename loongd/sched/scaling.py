@@ -67,10 +67,9 @@ class Scaling:
         """All decode steps that start now, longest waiting first."""
         steps: list[StartDecode] = []
         # Idle instances only become fewer, so that who may not step now may not later.
-        components = sorted(
-            filter(self._may_step, self._draft.components),
-            key=lambda c: (min(r.last_step_id for r in c.requests), c.instances),
-        )
+        components = [*filter(self._may_step, self._draft.components)]
+        if len(components) > 1:
+            components.sort(key=lambda c: (min(r.last_step_id for r in c.requests), c.instances))
         for component in components:
             if self._may_step(component):
                 group = self._assign(component)
@@ -238,8 +237,10 @@ class Scaling:
         )
 
     def _finish(self, group: _Group, component: Component) -> StartDecode:
-        holders = {i for request, _ in group.items for i in request.holders}
-        members = tuple(sorted(holders | set(group.load)))
+        members = component.instances
+        if len(group.instances) > 1:
+            holders = {i for request, _ in group.items for i in request.holders}
+            members = tuple(sorted(holders | set(group.load)))
         masters = ", ".join(f"{i} ({n})" for i, n in sorted(group.load.items()))
         reason = (
             f"decode {plural(len(group.items), 'request')} on {name_instances(members)}"

@@ -374,7 +374,7 @@ class Scheduler:
     def _plan(self, now: float) -> None:
         """Ask the policy, and again after each preemption, for that changes what is possible."""
         state = self._state
-        while any(instance.idle for instance in state.instances.values()):
+        while any(i.step is None and i.alive for i in state.instances.values()):
             decisions = self._policy.decide(state.view(now))
             self._carry_out(decisions, now)
             if decisions.preempt is None:

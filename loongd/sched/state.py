@@ -93,7 +93,7 @@ class State:
             tally=self.tally,
             waiting=self.waiting,
             shorter=self.waiting.shorter,
-            num_ending_tokens=sum(r.kv_tokens + r.num_migrating for r in self.ending.values()),
+            num_ending_tokens=sum([r.kv_tokens + r.num_migrating for r in self.ending.values()]),
             hold=self.hold,
             now=now,
             avg_decode_s=totals.decode_s / totals.num_decoded if totals.num_decoded else None,

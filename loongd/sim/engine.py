@@ -10,12 +10,14 @@ step), sampling, interference between groups that run at the same time, failures
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import inf, nextafter
+from operator import sub
 from random import Random
-from typing import Protocol
 
 from loongd.sched.events import (
     Action,
@@ -35,6 +37,7 @@ from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 from loongd.sched.policy import NOT_SETTLED, Settled
 from loongd.sched.scheduler import Scheduler
 from loongd.sched.steady import Steady
+from loongd.sim.costs import Costs, decode_steps_s
 from loongd.sim.outcome import Outcome, Run, StepRecord
 from loongd.sim.trace import TracedRequest
 
@@ -45,23 +48,6 @@ STOPS = frozenset({STOP})
 MAX_IDLE_TICKS = 1000
 # Sums of times are rounded in another order when they are foretold.
 MARGIN_S = 1e-6
-
-
-class Costs(Protocol):
-    """What the executor asks of a cost model; `loongd.sched.sib.Sib` is one."""
-
-    def prefill_s(self, dop: int, items: Sequence[tuple[int, int]]) -> float:
-        """Seconds of a prefill step of `dop` instances; items are (cached, new) tokens."""
-
-    def decode_s(self, *, dop: int, num_masters: int, batch: int, kv_tokens: int) -> float:
-        """Seconds of a decode step of `batch` requests with `kv_tokens` of KV together."""
-
-    def decode_run_s(self, batch: int, kv_tokens: int, num_steps: int) -> list[float]:
-        """`decode_s` of so many steps in a row on one instance; the first reads `kv_tokens`, each
-        later one `batch` more. No step may take less time than the one before it."""
-
-    def migrate_s(self, tokens: int) -> float:
-        """Seconds to move the KV of `tokens` tokens between two instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +66,9 @@ class Options:
         check: check all invariants of the scheduler after each event (slow).
         record_steps: keep a record of each step (memory).
         leap: tell the scheduler of many equal decode steps at once where it would decide nothing
-            else (`sched.steady`); the same run, but numbers of steps differ, and so may the order
-            of steps that end at the very same time. Not with noise, checks or records.
+            else (`sched.steady`); the same run, but numbers of steps differ, stories have fewer
+            entries, and the order of steps that end at the very same time may be another. Not
+            with noise, checks or records.
     """
 
     max_tokens: int = 1024
@@ -118,7 +105,7 @@ class Simulation:
         self._last_end_s = 0.0
         plain = not (options.noise or options.check or options.record_steps)
         self._steady = scheduler.steady() if options.leap and plain else None
-        self._decodes: dict[int, DecodePlan] = {}
+        self._decodes: dict[int, tuple[DecodePlan, list[Outcome]]] = {}
         self._others: dict[int, float] = {}
         # What is certain of running decode steps, by id; None after any event.
         self._certain: dict[int, Settled] | None = None
@@ -188,14 +175,15 @@ class Simulation:
         self._num_events += 1
         self._certain = None
         for action in self._scheduler.handle(event):
-            self._act(action)
+            if type(action) is Emit:  # most are
+                self._emit(self._outcomes[action.request_id])
+            else:
+                self._act(action)
         if self._options.check:
             self._scheduler.check()
 
     def _act(self, action: Action) -> None:
         match action:
-            case Emit(request_id=request_id):
-                self._emit(self._outcomes[request_id])
             case RunDecode(plan=plan):
                 self._decode(plan, action.reason)
             case RunPrefill(plan=plan):
@@ -225,10 +213,6 @@ class Simulation:
         outcome.end_s, outcome.failure = self._now, failure
         self._num_open -= 1
 
-    def _draw(self, request_id: str) -> int:
-        outcome = self._outcomes[request_id]
-        return STOP if outcome.num_tokens + 1 >= outcome.output_tokens else WORD
-
     # -- steps
 
     def _decode(self, plan: DecodePlan, reason: str) -> None:
@@ -237,10 +221,11 @@ class Simulation:
             dop=len(plan.members),
             num_masters=len({item.master for item in items}),
             batch=len(items),
-            kv_tokens=sum(item.position for item in items) + len(items),
+            kv_tokens=sum([item.position for item in items]) + len(items),
         )
-        tokens = tuple((item.request_id, self._draw(item.request_id)) for item in items)
-        self._start(plan, "decode", duration_s, tokens)
+        outcomes = [self._outcomes[item.request_id] for item in items]
+        self._decodes[plan.step_id] = plan, outcomes
+        self._start(plan, "decode", duration_s, _draw(outcomes))
         if self._options.record_steps:
             self._record(plan, "decode", [(i.request_id, 1) for i in items], reason)
 
@@ -249,8 +234,8 @@ class Simulation:
         duration_s = self._costs.prefill_s(
             len(plan.members), [(item.start, item.num_tokens) for item in items]
         )
-        tokens = tuple((i.request_id, self._draw(i.request_id)) for i in items if i.samples)
-        self._start(plan, "prefill", duration_s, tokens)
+        outcomes = [self._outcomes[item.request_id] for item in items if item.samples]
+        self._start(plan, "prefill", duration_s, _draw(outcomes))
         if self._options.record_steps:
             self._record(plan, "prefill", [(i.request_id, i.num_tokens) for i in items], reason)
 
@@ -261,8 +246,8 @@ class Simulation:
         to know.
         """
         end_s, step_id, done = self._running[0]
-        plan = self._decodes.get(step_id)
-        if self._steady is None or plan is None:
+        decode = self._decodes.get(step_id)
+        if self._steady is None or decode is None:
             return False
         if self._others:
             # At the same time the other comes first.
@@ -278,8 +263,7 @@ class Simulation:
         if certain.num_steps < 1 or end_s > until_s:
             return False
         heappop(self._running)
-        outcomes = [self._outcomes[item.request_id] for item in plan.items]
-        self._repeat(plan, done, outcomes, certain, until_s)
+        self._repeat(*decode, done, certain, until_s)
         return True
 
     def _outlook(self, steady: Steady) -> dict[int, Settled]:
@@ -287,9 +271,10 @@ class Simulation:
         self._is_plain = steady.is_plain
         outlook = steady.outlook(self._now)
         for step_id, settled in outlook.items():
-            outcomes = [self._outcomes[item.request_id] for item in self._decodes[step_id].items]
+            _, outcomes = self._decodes[step_id]
             left = min([o.output_tokens - o.num_tokens for o in outcomes])
-            outlook[step_id] = replace(settled, num_steps=min(settled.num_steps, left - 1))
+            if left <= settled.num_steps:
+                outlook[step_id] = Settled(left - 1, settled.until_s)
         return outlook
 
     def _horizon(self, step_id: int) -> float:
@@ -310,46 +295,40 @@ class Simulation:
     def _repeat(
         self,
         plan: DecodePlan,
-        done: StepDone,
         outcomes: list[Outcome],
+        done: StepDone,
         certain: Settled,
         until_s: float,
     ) -> None:
         assert self._steady is not None
         assert self._certain is not None
         batch = len(outcomes)
-        kv_tokens = sum(item.position for item in plan.items) + batch
-        elapsed_s, took_s, end_s = [done.elapsed_s], done.elapsed_s, done.now
-        first_s = now = end_s
-        gap_s = 0.0
+        kv_tokens = sum([item.position for item in plan.items]) + batch
         # At most so many fit, for no step takes less time than the one before it; and one follows.
-        most = min((until_s - now) / took_s + 2.0, certain.num_steps)
-        times_s = self._costs.decode_run_s(batch, kv_tokens + batch, int(most))
-        for step_s in times_s:
-            took_s = step_s + self._options.overhead_s
-            end_s = now + took_s
-            if len(elapsed_s) == certain.num_steps or end_s > until_s:
-                break
-            elapsed_s.append(took_s)
-            gap_s = max(gap_s, end_s - now)
-            now = end_s
-        else:
-            raise AssertionError(f"{len(times_s)} steps end before {until_s}")
+        most = min((until_s - done.now) / done.elapsed_s + 2.0, certain.num_steps)
+        times_s = decode_steps_s(self._costs, plan, kv_tokens + batch, int(most))
+        if self._options.overhead_s:
+            times_s = [step_s + self._options.overhead_s for step_s in times_s]
+        ends_s = list(accumulate(times_s, initial=done.now))
+        num_steps = min(bisect_right(ends_s, until_s), certain.num_steps)
+        assert num_steps < len(ends_s), f"{len(times_s)} steps end before {until_s}"
+        following_s, following_end_s = times_s[num_steps - 1], ends_s[num_steps]
+        del times_s[num_steps - 1 :], ends_s[num_steps:]
+        now = ends_s[-1]
+        gap_s = max(map(sub, ends_s[1:], ends_s), default=0.0)
         for outcome in outcomes:
             assert outcome.last_token_s is not None
-            outcome.num_tokens += len(elapsed_s)
-            outcome.longest_gap_s = max(
-                outcome.longest_gap_s, first_s - outcome.last_token_s, gap_s
-            )
+            outcome.num_tokens += num_steps
+            first_gap_s = done.now - outcome.last_token_s
+            outcome.longest_gap_s = max(outcome.longest_gap_s, first_gap_s, gap_s)
             outcome.last_token_s = now
-        self._num_events += len(elapsed_s)
-        self._busy_s["decode"] += sum(elapsed_s[1:])
+        self._num_events += num_steps
+        self._busy_s["decode"] += sum(times_s) * len(plan.members)
         del self._decodes[plan.step_id]
-        following = self._steady.repeat(plan.step_id, elapsed_s, now)
-        num_left = certain.num_steps - len(elapsed_s)
-        self._certain[following.step_id] = replace(certain, num_steps=num_left)
-        tokens = tuple((o.request_id, self._draw(o.request_id)) for o in outcomes)
-        self._launch(following, "decode", end_s, took_s, tokens)
+        following = self._steady.repeat(plan.step_id, [done.elapsed_s, *times_s], now)
+        self._decodes[following.step_id] = following, outcomes
+        self._certain[following.step_id] = Settled(certain.num_steps - num_steps, certain.until_s)
+        self._launch(following, "decode", following_end_s, following_s, _draw(outcomes))
 
     def _migrate(self, plan: MigratePlan, reason: str) -> None:
         self._start(plan, "migrate", self._costs.migrate_s(plan.num_tokens), ())
@@ -383,8 +362,6 @@ class Simulation:
         self._last_end_s = end_s
         if not isinstance(plan, DecodePlan):
             self._others[plan.step_id] = end_s
-        elif len(plan.members) == 1:
-            self._decodes[plan.step_id] = plan
 
     def _record(
         self,
@@ -396,3 +373,10 @@ class Simulation:
         self._steps.append(
             StepRecord(kind, self._now, self._last_end_s, plan.members, tuple(items), reason)
         )
+
+
+def _draw(outcomes: Sequence[Outcome]) -> tuple[tuple[str, int], ...]:
+    """The tokens that these requests get next."""
+    return tuple(
+        [(o.request_id, STOP if o.num_tokens + 1 >= o.output_tokens else WORD) for o in outcomes]
+    )

@@ -64,11 +64,11 @@ def choose_policy(name: str, sib: Sib) -> Policy:
     """A policy by name. Raises ConfigError naming the known ones."""
     match name:
         case "static_tp" | "replicas":
-            return FixedGroups(together=False)
+            return FixedGroups(together=False, sib=sib)
         case "static_sp":
-            return FixedGroups(together=True)
+            return FixedGroups(together=True, sib=sib)
         case "chunked":
-            return FixedGroups(together=True, chunked=True)
+            return FixedGroups(together=True, chunked=True, sib=sib)
     try:
         return make_policy(name, sib)
     except ValueError as error:

@@ -166,6 +166,7 @@ class Lazy:
     """A policy that never starts anything."""
 
     steady_requests = 0
+    steady_groups = False
 
     def decide(self, view):
         return Decisions()

@@ -62,7 +62,7 @@ def check_leaps(system, trace, **options):
         assert leaping.busy_s[kind] == pytest.approx(busy_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("policy", ["loongserve", "fcfs", "replicas", "static_sp"])
+@pytest.mark.parametrize("policy", ["loongserve", "fcfs", "replicas", "static_sp", "chunked"])
 @pytest.mark.parametrize("rate_rps", [1.0, 8.0])
 def test_leaps_change_nothing(policy, rate_rps):
     system = System(policy, A800, 4, 30_000)
@@ -82,7 +82,80 @@ def test_leaps_beside_queues_and_long_prefills_change_nothing(seed):
     check_leaps(system, trace, reserve_tokens=reserve, tick_s=draw.choice([0.0, 0.5]))
 
 
-def test_most_decode_steps_beside_a_long_prefill_are_leapt_over(monkeypatch):
+@pytest.mark.parametrize("policy", ["static_sp", "chunked", "fcfs"])
+@pytest.mark.parametrize("seed", range(3))
+def test_leaps_of_groups_of_several_instances_change_nothing(policy, seed):
+    """Masters take turns, also where a prompt of a token or two has left members without KV."""
+    draw = random.Random(seed)
+    lengths = [1, 2, 30, 4_000]
+    trace = [TracedRequest(0.7 * i, draw.choice(lengths), draw.randint(1, 150)) for i in range(30)]
+    check_leaps(System(policy, A800, 3, 4_000), trace, overhead_s=draw.choice([0.0, 0.003]))
+
+
+def test_leaps_of_large_batches_with_a_master_on_each_instance_change_nothing():
+    trace = [TracedRequest(0.001 * i, 20, 100 + i) for i in range(150)]
+    check_leaps(System("static_sp", A800, 3, SLOTS), trace)
+
+
+@pytest.mark.parametrize("seed", [0, 87, 117])
+def test_leaps_in_an_overload_of_documents_change_nothing(seed):
+    """Instances are full, held, idle for want of room, or between two chunks."""
+    draw = random.Random(seed)
+    gap_s, answer = draw.choice([0.1, 0.4, 1.5]), draw.choice([30, 150, 600])
+    lengths = draw.choice([[100, 2_000, 30_000, 90_000], [2_000, 90_000], [500, 3_000, 9_000]])
+    trace = [
+        TracedRequest(gap_s * i, draw.choice(lengths), draw.randint(1, answer)) for i in range(30)
+    ]
+    num_instances, slots = draw.choice([2, 3, 4]), draw.choice([46_000, 60_000, 100_000])
+    system = System("loongserve", A800, num_instances, slots)
+    system = system.limited(max_prefill_wait_s=draw.choice([0.05, 0.3]))
+    reserve, most = draw.choice([1, 10, 1024]), draw.choice([600, 1024])
+    check_leaps(system, trace, reserve_tokens=reserve, max_tokens=most)
+
+
+def test_a_group_that_outgrows_its_instance_finds_the_other_as_it_was_then():
+    trace = [TracedRequest(0.0, 1_000, 600), TracedRequest(0.01, 200, 900)]
+    check_leaps(System("loongserve", A800, 2, 1_500), trace, reserve_tokens=1)
+
+
+def documents_in_turn():
+    """A chat, a document, and three that wait behind it until they are urgent."""
+    documents = [TracedRequest(1.0 + 0.1 * i, 150_000 + i, 20) for i in range(4)]
+    return [TracedRequest(0.0, 100, 900), *documents]
+
+
+def document_that_needs_room():
+    """Four chats are moved together for a document, and may not move again for a second."""
+    return [
+        *(TracedRequest(0.01 * i, 3_000, 900) for i in range(4)),
+        TracedRequest(1.0, 2 * 10**5, 9),
+    ]
+
+
+def document_on_two():
+    """It decodes on two instances beside a prefill on the third, which has little room left."""
+    return [TracedRequest(0.0, 150_000, 500), TracedRequest(9.0, 80_000, 20)]
+
+
+TO_LEAP = [
+    ("loongserve", 4, SLOTS, documents_in_turn),
+    ("loongserve", 2, SLOTS, documents_in_turn),
+    ("loongserve", 4, SLOTS, document_that_needs_room),
+    ("loongserve", 3, 100_000, document_on_two),
+    ("static_sp", 4, SLOTS, documents_in_turn),
+]
+
+
+@pytest.mark.parametrize(("policy", "num_instances", "slots", "make_trace"), TO_LEAP)
+def test_leaps_where_many_can_be_taken_change_nothing(policy, num_instances, slots, make_trace):
+    check_leaps(System(policy, A800, num_instances, slots), make_trace())
+
+
+@pytest.mark.parametrize(
+    ("case", "most"), list(zip(TO_LEAP, [0.08, 0.11, 0.06, 0.5, 0.04], strict=True))
+)
+def test_most_decode_steps_are_leapt_over(monkeypatch, case, most):
+    """At most such a share of the events is told one by one."""
     seen, handle = [], Scheduler.handle
 
     def spy(self, *events):
@@ -90,10 +163,9 @@ def test_most_decode_steps_beside_a_long_prefill_are_leapt_over(monkeypatch):
         return handle(self, *events)
 
     monkeypatch.setattr(Scheduler, "handle", spy)
-    trace = [TracedRequest(0.0, 100, 600), TracedRequest(1.0, 150_000, 20)]
-    run = System("loongserve", A800, 4, SLOTS).run(trace, Options())
-    assert run.num_events > 600
-    assert len(seen) < 150
+    policy, num_instances, slots, make_trace = case
+    run = System(policy, A800, num_instances, slots).run(make_trace(), Options())
+    assert len(seen) < most * run.num_events
 
 
 def test_a_smaller_bound_makes_short_prompts_wait_less():

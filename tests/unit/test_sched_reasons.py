@@ -11,6 +11,7 @@ from sched_kit import VirtualTime, make_sib
 from loongd.sched.events import Arrived, InstanceJoined, RunDecode, StepDone
 from loongd.sched.plan import DecodePlan, PrefillPlan
 from loongd.sched.policies import make_policy
+from loongd.sched.policies.static import FixedGroups
 from loongd.sched.policy import Limits
 from loongd.sched.scheduler import Scheduler
 
@@ -25,6 +26,16 @@ def only(world, pattern):
 def seconds(text):
     """`0.0102 s` as a number."""
     return float(text.removesuffix(" s"))
+
+
+def fixed_world(*slots, together=True, chunked=False, **limits):
+    """Virtual time with a policy of fixed parallelism."""
+    world = VirtualTime(policy="fcfs", **limits)
+    policy = FixedGroups(together=together, chunked=chunked, sib=make_sib())
+    world.scheduler = Scheduler(policy, Limits(**limits))
+    for instance, num_slots in enumerate(slots):
+        world.handle(InstanceJoined(0.0, instance, num_slots))
+    return world
 
 
 def test_a_decode_step_has_its_predicted_time():
@@ -52,8 +63,11 @@ def test_a_queued_step_has_its_predicted_time():
 
 
 def test_all_steps_have_a_predicted_time_whatever_the_policy():
-    for policy in ("loongserve", "fcfs"):
-        world = VirtualTime(2_000, 2_000, policy=policy, max_step_tokens=1_000)
+    for policy in ("loongserve", "fcfs", "fixed"):
+        if policy == "fixed":
+            world = fixed_world(2_000, 2_000, chunked=True, max_num_batched_tokens=1_000)
+        else:
+            world = VirtualTime(2_000, 2_000, policy=policy, max_step_tokens=1_000)
         world.arrive("long", 2_500, max_tokens=30)
         for n in range(6):
             world.arrive(f"s{n}", 40, max_tokens=20, at=0.05 * n)
@@ -63,6 +77,49 @@ def test_all_steps_have_a_predicted_time_whatever_the_policy():
                 (told,) = re.findall(r"predicted (\d+\.\d+) s", reason)
                 unit_s = 0.1 ** len(told.partition(".")[2])
                 assert abs(float(told) - (end_s - start_s)) <= 0.51 * unit_s, (policy, reason)
+
+
+def test_fixed_groups_say_times_places_and_slots():
+    world = fixed_world(1_000, 1_000)
+    world.arrive("a", 98, max_tokens=30)
+    world.arrive("b", 200, max_tokens=2, at=0.01)
+    world.arrive("c", 100, max_tokens=2, at=0.02)
+    world.run()
+    # (10 + 98) / 2 + 2 ms, and 10 + 98 ms on one.
+    assert world.reasons[0] == (
+        "prefill 98 tokens of a on instances 0,1, the fixed group (DoP 2), predicted 0.061 s "
+        "(0.108 s with one instance less); keep 49 on 0, 49 on 1; up to 128 of its 2,000 slots "
+        "will be needed"
+    )
+    assert re.fullmatch(
+        r"decode 1 request on instances 0,1, the fixed group, predicted 0\.0\d+ s; masters 0 "
+        r"\(1\); a prefill there has just ended, and decode has its turn",
+        only(world, "^decode"),
+    )
+    assert "prefill 300 tokens of 2 requests (b first)" in only(world, "2 requests")
+
+
+def test_a_chunk_of_a_fixed_group_says_which_tokens():
+    world = fixed_world(1_000, chunked=True, max_num_batched_tokens=60)
+    world.arrive("a", 98, max_tokens=3)
+    world.run()
+    assert "prefill tokens 0 to 60 of 98 of a on instance 0" in world.reasons[0]
+    assert "prefill tokens 60 to 98 of 98 of a on instance 0" in world.reasons[1]
+
+
+def test_a_preemption_in_a_fixed_group_says_what_is_lost():
+    world = fixed_world(60)
+    world.arrive("old", 20, max_tokens=32, reserve=1)
+    world.arrive("new", 12, max_tokens=30, reserve=1, at=0.02)
+    world.run()
+    (entry,) = [e for e in world.scheduler.story("new").entries if e.event == "preempted"]
+    told = re.fullmatch(
+        r"preempt new: no free slot among 60; the youngest of 2 requests, it arrived \d+\.\d+ s "
+        r"ago and loses (\d+) tokens, predicted (\d+\.\d+) s to prefill again",
+        entry.text,
+    )
+    assert told, entry.text
+    assert abs(float(told[2]) - (0.010 + 0.001 * int(told[1]))) < 0.001
 
 
 def test_a_scale_up_for_slots_names_masters_slots_and_what_it_costs():

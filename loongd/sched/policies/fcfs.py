@@ -7,12 +7,20 @@ computed at once, or in parts where it has more tokens than a step of its group 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loongd.sched.draft import Draft
+from loongd.sched.plan import DecodePlan
 from loongd.sched.policies.fcfs_chunks import NextChunks
 from loongd.sched.policies.fcfs_dispatch import Dispatch
-from loongd.sched.policy import ALWAYS_SETTLED, NOT_SETTLED, Decisions, Settled, View
+from loongd.sched.policy import (
+    ALWAYS_SETTLED,
+    NOT_SETTLED,
+    Decisions,
+    Settled,
+    View,
+    same_masters,
+)
 from loongd.sched.scaling import Scaling
 from loongd.sched.sib import Sib
 
@@ -21,16 +29,23 @@ class FirstComeFirstServed:
     """Stateless; see `fcfs_dispatch` for prefill and `sched.scaling` for decode."""
 
     steady_requests = 1 << 62
+    steady_groups = True
 
     def __init__(self, sib: Sib | None = None) -> None:
         """`sib` decides nothing; it tells times in reasons."""
         self._sib = sib
 
-    def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
+    def settled(self, view: View, groups: Sequence[Sequence[int]]) -> list[Settled]:
         """Always, unless a prompt waits or is between two parts."""
         is_open = any(r.between_chunks for r in view.tally.unfinished.values())
         is_open = is_open or next(iter(view.waiting), None) is not None
-        return [NOT_SETTLED if is_open else ALWAYS_SETTLED] * len(instances)
+        return [NOT_SETTLED if is_open else ALWAYS_SETTLED] * len(groups)
+
+    def masters(
+        self, plan: DecodePlan, free: Mapping[int, int], num_steps: int
+    ) -> Sequence[tuple[int, ...]]:
+        """Each request keeps its own."""
+        return same_masters(plan, num_steps)
 
     def decide(self, view: View) -> Decisions:
         """Everything that can start, starts."""

@@ -12,15 +12,24 @@ interrupting it gains; the best long prompt elsewhere; next chunks; decode steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loongd.sched.allocate import Allocate
 from loongd.sched.batching import Plan, Problem, best_plan
-from loongd.sched.dispatch import Dispatch
+from loongd.sched.dispatch import AloneTimes, Dispatch
 from loongd.sched.draft import Draft
 from loongd.sched.elastic import ElasticPrefill
 from loongd.sched.outlook import Outlook
-from loongd.sched.policy import Decisions, Settled, StartPrefill, View
+from loongd.sched.plan import DecodePlan
+from loongd.sched.policy import (
+    Decisions,
+    GiveUp,
+    Settled,
+    StartMigrate,
+    StartPrefill,
+    View,
+    same_masters,
+)
 from loongd.sched.prefilling import describe_kept, put
 from loongd.sched.request import Request
 from loongd.sched.scaling import Scaling
@@ -40,44 +49,59 @@ class LoongServe:
 
     def __init__(self, sib: Sib) -> None:
         self._sib = sib
+        self._alone = AloneTimes(sib)
         # Compiles, where numba is there: not in the first request's time.
         best_plan(Problem([1], [1], [1], [sib.prefill_coefficients(1)]))
+
+    # Those of several instances may be drawn together.
+    steady_groups = False
 
     @property
     def steady_requests(self) -> int:
         """From more on, a second master may pay."""
         return self._sib.compute_bound_batch
 
-    def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
+    def settled(self, view: View, groups: Sequence[Sequence[int]]) -> list[Settled]:
         """See `sched.outlook`."""
-        outlook = Outlook(view, self._sib)
-        return [outlook.of(instance) for instance in instances]
+        outlook = Outlook(view, self._sib, self._alone)
+        return [outlook.of(members) for members in groups]
+
+    def masters(
+        self, plan: DecodePlan, free: Mapping[int, int], num_steps: int
+    ) -> Sequence[tuple[int, ...]]:
+        """Each request keeps its own."""
+        return same_masters(plan, num_steps)
 
     def decide(self, view: View) -> Decisions:
         """Everything that is to start now."""
-        decisions = _Round(view, self._sib, forced=False).run()
-        if _starts(decisions) or not all(i.step is None for i in view.instances.values()):
+        decisions = _Round(view, self._sib, self._alone, forced=False).run()
+        if _starts(decisions) or any(i.step is not None for i in view.instances.values()):
             return decisions
-        return _Round(view, self._sib, forced=True).run()
+        return _Round(view, self._sib, self._alone, forced=True).run()
 
 
 def _starts(decisions: Decisions) -> bool:
-    steps = (*decisions.migrations, *decisions.prefills, *decisions.decodes)
+    steps = decisions.decodes or decisions.prefills or decisions.migrations
     return bool(steps) or decisions.preempt is not None
 
 
 class _Round:
-    def __init__(self, view: View, sib: Sib, *, forced: bool) -> None:
+    def __init__(self, view: View, sib: Sib, alone: AloneTimes, *, forced: bool) -> None:
         self._view = view
         self._sib = sib
         self._forced = forced
         self._draft = Draft(view)
+        self._alone = alone
         self._allocate = Allocate(view, self._draft, sib, forced=forced)
-        self._dispatch = Dispatch(view, self._draft, sib)
         self._prefills: list[StartPrefill] = []
 
     def run(self) -> Decisions:
-        draft, dispatch = self._draft, self._dispatch
+        draft = self._draft
+        if self._allocate.is_quiet:
+            if not self._allocate.is_any_open():
+                draft.hold = self._view.hold
+            return self._decode([])
+        self._dispatch = dispatch = Dispatch(self._view, draft, self._sib, self._alone)
         if self._allocate.is_any_open():
             dispatch.admit()
         else:
@@ -85,28 +109,40 @@ class _Round:
         elastic = ElasticPrefill(
             self._view, draft, self._sib, dispatch=dispatch, allocate=self._allocate
         )
-        elastic.start_urgent()
-        rest = self._on_empty(dispatch.shorts, elastic)
-        rest = self._on_lent(rest)
-        self._on_chunked(rest)
-        elastic.start_first()
+        if dispatch.shorts or dispatch.longs:
+            elastic.start_urgent()
+            rest = self._on_empty(dispatch.shorts, elastic)
+            rest = self._on_lent(rest)
+            self._on_chunked(rest)
+            elastic.start_first()
         elastic.go_on()
         elastic.move_away()
-        scaling = Scaling(self._view, draft, sib=self._sib, starved=elastic.starved)
-        if not elastic.migrations:
+        self._prefills += elastic.started
+        return self._decode(elastic.migrations, dispatch.give_ups, elastic.starved)
+
+    def _decode(
+        self,
+        migrations: list[StartMigrate],
+        give_ups: Sequence[GiveUp] = (),
+        starved: Request | None = None,
+    ) -> Decisions:
+        """Decode takes what prefills have left."""
+        draft = self._draft
+        scaling = Scaling(self._view, draft, sib=self._sib, starved=starved)
+        if not migrations:
             move = self._allocate.consolidate(draft.held)
             if move is not None:
-                elastic.migrations.append(move.start)
+                migrations.append(move.start)
                 draft.idle -= set(move.instances)
         decodes = scaling.run()
         return Decisions(
-            prefills=(*self._prefills, *elastic.started),
+            prefills=tuple(self._prefills),
             decodes=tuple(decodes),
             preempt=scaling.preempt,
-            give_ups=tuple(dispatch.give_ups),
+            give_ups=tuple(give_ups),
             hold=draft.hold,
             wanted=tuple(scaling.wanted),
-            migrations=tuple(elastic.migrations),
+            migrations=tuple(migrations),
         )
 
     # ---- short prompts -------------------------------------------------------------------------
@@ -209,9 +245,11 @@ class _Round:
 
         Once, and again while decode has its share of the time, unless the long prompt is urgent.
         """
+        if not shorts:
+            return
         allocate, dispatch = self._allocate, self._dispatch
         is_urgent = any(map(dispatch.is_urgent, allocate.unfinished))
-        for instance in allocate.between_chunks(again=not is_urgent) if shorts else ():
+        for instance in allocate.between_chunks(again=not is_urgent):
             taken = dispatch.take(shorts, [instance])
             if not taken:
                 continue

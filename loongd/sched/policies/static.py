@@ -10,9 +10,11 @@ may have room.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from loongd.sched.plan import DecodePlan
 from loongd.sched.policy import (
     ALWAYS_SETTLED,
     NOT_SETTLED,
@@ -25,9 +27,11 @@ from loongd.sched.policy import (
     StartPrefill,
     View,
 )
+from loongd.sched.prefilling import describe_kept, describe_part
 from loongd.sched.request import Phase, Request
 from loongd.sched.scaling import SPREAD_THRESHOLD
-from loongd.sched.words import name_instances, plural
+from loongd.sched.sib import Sib
+from loongd.sched.words import describe_decode, describe_prefill, name_instances, plural
 
 
 @dataclass(slots=True)
@@ -62,19 +66,35 @@ class FixedGroups:
     """
 
     steady_requests = 1 << 62
+    steady_groups = True
 
-    def settled(self, view: View, instances: Sequence[int]) -> list[Settled]:
+    def __init__(self, *, together: bool, chunked: bool = False, sib: Sib | None = None) -> None:
+        """`chunked`: a prompt is cut where a step has `max_num_batched_tokens`. `sib` decides
+        nothing; it tells times in reasons."""
+        self._together = together
+        self._chunked = chunked
+        self._sib = sib
+
+    def settled(self, view: View, groups: Sequence[Sequence[int]]) -> list[Settled]:
         """While its group is too full for the next prompt: it only becomes fuller."""
         found = _Round()
-        queues = _Queues(view.waiting, len(view.free), found)
+        all_groups = self._groups(view)
+        queues = _Queues(view.waiting, len(all_groups), found)
         full = {
             group.members: self._is_full(view, group, next(queues.of(number, group.slots), None))
-            for number, group in enumerate(self._groups(view))
+            for number, group in enumerate(all_groups)
         }
         return [
-            NOT_SETTLED if found.give_ups or not full.get((instance,)) else ALWAYS_SETTLED
-            for instance in instances
+            NOT_SETTLED if found.give_ups or not full.get(tuple(members)) else ALWAYS_SETTLED
+            for members in groups
         ]
+
+    def masters(
+        self, plan: DecodePlan, free: Mapping[int, int], num_steps: int
+    ) -> Sequence[tuple[int, ...]]:
+        """The member with most room takes the next step, and so on in turn."""
+        left = {i: free[i] for i in plan.members}
+        return [tuple(_deal(left, len(plan.items))) for _ in range(num_steps)]
 
     def _is_full(self, view: View, group: _Group, request: Request | None) -> bool:
         """`request`, the first of the group's queue, cannot start there, nor can anything else."""
@@ -89,11 +109,6 @@ class FixedGroups:
         is_full = group.committed + request.committed_tokens > group.slots
         return is_full or num_tokens > sum(group.free.values())
 
-    def __init__(self, *, together: bool, chunked: bool = False) -> None:
-        """`chunked`: a prompt is cut where a step has `max_num_batched_tokens`."""
-        self._together = together
-        self._chunked = chunked
-
     def decide(self, view: View) -> Decisions:
         """Every idle group starts a step, if it has any work."""
         groups = self._groups(view)
@@ -106,7 +121,7 @@ class FixedGroups:
                 continue
             batch = self._batch(view, group, queues.of(number, group.slots))
             if batch:
-                found.prefills.append(_prefill(group, batch))
+                found.prefills.append(_prefill(group, batch, self._sib))
             elif group.running and found.preempt is None:
                 self._decode(view, group, found)
         return Decisions(
@@ -174,32 +189,15 @@ class FixedGroups:
         """All decoding requests take one step; masters are spread only when that pays."""
         batch = sorted(group.decoding, key=lambda r: (r.last_step_id, r.order))
         batch = batch[: view.limits.max_num_seqs]
-        quota = -(-len(batch) // len(group.members)) if len(batch) > SPREAD_THRESHOLD else None
-        items: list[tuple[Request, int]] = []
-        load = dict.fromkeys(group.members, 0)
-        for request in batch:
-            open_to = [i for i in group.members if group.free[i] > 0]
-            under = [i for i in open_to if quota is None or load[i] < quota]
-            if not open_to:
-                break
-            if quota is None:
-                master = max(open_to, key=lambda i: (load[i] > 0, group.free[i], -i))
-            else:
-                master = min(under or open_to, key=lambda i: (load[i], i))
-            group.free[master] -= 1
-            load[master] += 1
-            items.append((request, master))
+        items = list(zip(batch, _deal(group.free, len(batch)), strict=False))
         if items:
-            reason = f"decode {plural(len(items), 'request')} on {name_instances(group.members)}"
+            reason = _explain_decode(group, items, self._sib)
             found.decodes.append(StartDecode(group.members, tuple(items), (), reason))
         elif batch:
             idle = [r for r in group.running if r.between_chunks]
             victims = batch + idle
             newest = max(victims, key=lambda r: r.order)
-            reason = (
-                f"preempt {newest.request_id}: no free slot among {group.slots:,}; the youngest of "
-                f"{plural(len(victims), 'request')}, it loses {newest.kv_tokens:,} tokens"
-            )
+            reason = _explain_victim(group, newest, len(victims), view.now, self._sib)
             found.preempt = Preempt(newest, reason)
 
 
@@ -238,7 +236,7 @@ class _Queues:
         return False
 
 
-def _prefill(group: _Group, batch: list[tuple[Request, int]]) -> StartPrefill:
+def _prefill(group: _Group, batch: list[tuple[Request, int]], sib: Sib | None) -> StartPrefill:
     """The group computes the batch together and shares its KV as evenly as slots allow."""
     items: list[Placed] = []
     for request, num_tokens in batch:
@@ -246,11 +244,82 @@ def _prefill(group: _Group, batch: list[tuple[Request, int]]) -> StartPrefill:
         for instance, kept in keep:
             group.free[instance] -= kept
         items.append(Placed(request, keep, max(group.free, key=lambda i: (group.free[i], -i))))
-    reason = (
-        f"prefill {sum(n for _, n in batch):,} tokens of {plural(len(batch), 'request')} on "
-        f"{name_instances(group.members)}, the fixed group"
+    return StartPrefill(group.members, tuple(items), _explain_prefill(group, items, sib))
+
+
+def _explain_prefill(group: _Group, items: list[Placed], sib: Sib | None) -> str:
+    """Which tokens where, how long that takes, and what of the group's slots is then promised."""
+    head, dop = items[0], len(group.members)
+    what, names = describe_part(head), head.request.request_id
+    if len(items) > 1:
+        what = f"{sum(item.num_tokens for item in items):,} tokens"
+        names = f"{plural(len(items), 'request')} ({names} first)"
+    lengths = [(item.request.kv_tokens, item.num_tokens) for item in items]
+    new = [item.request for item in items if item.request.phase is Phase.WAITING]
+    committed = group.committed + sum(request.committed_tokens for request in new)
+    return (
+        f"prefill {what} of {names} on {name_instances(group.members)}, the fixed group (DoP "
+        f"{dop}){describe_prefill(sib, dop, lengths)}; {describe_kept(items)}; up to "
+        f"{committed:,} of its {group.slots:,} slots will be needed"
     )
-    return StartPrefill(group.members, tuple(items), reason)
+
+
+def _explain_decode(group: _Group, items: list[tuple[Request, int]], sib: Sib | None) -> str:
+    """Whose next tokens, how long that takes, and what waits for its turn."""
+    batch, load = len(items), Counter(master for _, master in items)
+    time = ""
+    if sib is not None:
+        kv_tokens = sum([request.kv_tokens for request, _ in items]) + batch
+        time = describe_decode(sib, len(group.members), load, batch, kv_tokens)
+    masters = ", ".join(f"{i} ({n})" for i, n in sorted(load.items()))
+    reason = (
+        f"decode {plural(batch, 'request')} on {name_instances(group.members)}, the fixed group"
+        f"{time}; masters {masters}"
+    )
+    if group.owes_decode:
+        reason += "; a prefill there has just ended, and decode has its turn"
+    num_left = len(group.decoding) - batch
+    return reason + (f"; {plural(num_left, 'request')} left out" if num_left else "")
+
+
+def _explain_victim(
+    group: _Group, victim: Request, num_victims: int, now: float, sib: Sib | None
+) -> str:
+    """Why it is this one, and what that costs."""
+    again = ""
+    if sib is not None:
+        again_s = sib.prefill_s(len(group.members), [(0, victim.kv_tokens)])
+        again = f", predicted {again_s:.3f} s to prefill again"
+    return (
+        f"preempt {victim.request_id}: no free slot among {group.slots:,}; the youngest of "
+        f"{plural(num_victims, 'request')}, it arrived {now - victim.arrived_s:.3f} s ago and "
+        f"loses {victim.kv_tokens:,} tokens{again}"
+    )
+
+
+def _deal(free: dict[int, int], num_requests: int) -> list[int]:
+    """Masters of so many requests, as far as there are `free` slots, which are taken: one after
+    the other, or, from `SPREAD_THRESHOLD` on, all in equal shares."""
+    first = max(free, key=lambda i: (free[i], -i))
+    if num_requests <= SPREAD_THRESHOLD and free[first] >= num_requests:
+        free[first] -= num_requests
+        return [first] * num_requests
+    quota = -(-num_requests // len(free)) if num_requests > SPREAD_THRESHOLD else None
+    masters: list[int] = []
+    load = dict.fromkeys(free, 0)
+    for _ in range(num_requests):
+        open_to = [i for i in free if free[i] > 0]
+        if not open_to:
+            break
+        if quota is None:
+            master = max(open_to, key=lambda i: (load[i] > 0, free[i], -i))
+        else:
+            under = [i for i in open_to if load[i] < quota]
+            master = min(under or open_to, key=lambda i: (load[i], i))
+        free[master] -= 1
+        load[master] += 1
+        masters.append(master)
+    return masters
 
 
 def _share(num_tokens: int, free: dict[int, int]) -> tuple[tuple[int, int], ...]:
