@@ -323,7 +323,8 @@ def _add(points: list[Word], predicted_s: float, job: Job, **what: Any) -> None:
         return
     error = abs(predicted_s / measured_s - 1)
     times = {"predicted_s": predicted_s, "measured_s": measured_s, "error": error}
-    points.append({**what, **times, "spread": grid.spread(job.times)})
+    spread = grid.spread(job.times)
+    points.append({**what, **times, "times_s": _rounded(job.times), "spread": spread})
 
 
 def _mean(points: list[Word]) -> float:

@@ -174,6 +174,7 @@ def _launch(
         "BLOCK_M": tiling.block_m,
         "PLANNED": tiles is not None,
         "HAS_CU_Q": cu_q is not None,
+        "TILE_COST": 0 if tiles is not None else 1,
     }
     attend_shares[(num_kv_heads, shares)](
         q_TNH,
@@ -206,8 +207,9 @@ def _launch(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    merge = merging(tiling, num_tiles)
-    row_chunks = triton.cdiv(min(most_rows, tiling.block_m), merge.rows)
+    tile_rows = min(most_rows, tiling.block_m)
+    merge = merging(tiling, num_tiles, tile_rows)
+    row_chunks = triton.cdiv(tile_rows, merge.rows)
     merge_shares[(num_tiles, num_kv_heads, row_chunks)](
         part,
         part_lse,

@@ -3,7 +3,8 @@
 Knows: one kernel that walks a flat list of work (tile of queries x block of keys), cut into as
 many equal shares as programs run at once, and a second one that merges the shares of a tile.
 So a batch of one long and many short requests keeps the whole device busy, the grid does not
-depend on the data, and no share is larger than another.
+depend on the data, and no share is larger than another. Where tiles may be a block or two long,
+what one costs beside its blocks counts as TILE_COST blocks ahead of them.
 Does not know: tensors, who launches.
 
 A tile is up to BLOCK_M rows of one span; row `r` is query `r // GROUP` and head `r % GROUP` of the
@@ -130,12 +131,13 @@ def attend_shares(
     HAS_SLOTS: tl.constexpr,
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILE_COST: tl.constexpr,
 ):
     """One share of the work for one kv head; grid (kv heads, shares).
 
-    PLANNED: `tiles_ptr` (T, 5) and `ends_ptr` (T + 1) come from the host. Otherwise each span is
-    one tile, the list is derived from the spans' first slots and ends (`k_begins_ptr`,
-    `k_ends_ptr`), and `ends_ptr` is written for `merge_shares`.
+    PLANNED: `tiles_ptr` (T, 5) and `ends_ptr` (T + 1) come from the host, with TILE_COST 0.
+    Otherwise each span is one tile, the list is derived from the spans' first slots and ends
+    (`k_begins_ptr`, `k_ends_ptr`), and `ends_ptr` is written for `merge_shares`.
     """
     head = tl.program_id(0)
     share = tl.program_id(1)
@@ -147,7 +149,8 @@ def attend_shares(
         real_T = at_T < num_tiles
         k_begin = tl.load(k_begins_ptr + at_T, mask=real_T, other=0)
         k_end = tl.load(k_ends_ptr + at_T, mask=real_T, other=0)
-        ends_T = tl.cumsum((k_end - k_begin + BLOCK_K - 1) // BLOCK_K, 0)
+        blocks_T = (k_end - k_begin + BLOCK_K - 1) // BLOCK_K
+        ends_T = tl.cumsum(tl.where(blocks_T > 0, blocks_T + TILE_COST, 0), 0)
         total = tl.max(ends_T, 0)
         if (head == 0) & (share == 0):
             tl.store(ends_ptr, 0)
@@ -175,8 +178,9 @@ def attend_shares(
         else:
             k_start = tl.load(k_begins_ptr + tile)
             k_len = tl.load(k_ends_ptr + tile) - k_start
-        begin = tl.maximum(lo, tile_lo) - tile_lo
-        end = tl.minimum(hi, tile_hi) - tile_lo
+        first_block = tile_lo + TILE_COST
+        begin = tl.maximum(lo, first_block) - first_block
+        end = tl.minimum(hi, tile_hi) - first_block
         if end > begin:
             rows = row0 + tl.arange(0, BLOCK_M)
             h = tl.arange(0, BLOCK_H)
@@ -214,7 +218,7 @@ def attend_shares(
                 CAUSAL,
                 PRECISION,
             )
-            if (begin == 0) & (end == tile_hi - tile_lo):
+            if (begin == 0) & (end == tile_hi - first_block):
                 at_out = q_at * num_heads + n
                 tl.store(out_ptr + at_out[:, None] * HEAD_DIM + h[None, :], acc, mask=stored)
                 tl.store(lse_ptr + at_out, lse, mask=live)
@@ -302,6 +306,7 @@ def merge_shares(
     BLOCK_P: tl.constexpr,
     PLANNED: tl.constexpr,
     HAS_CU_Q: tl.constexpr,
+    TILE_COST: tl.constexpr,
 ):
     """Merge the shares of ROWS rows of a tile; grid (tiles, kv heads, BLOCK_M / ROWS).
 
@@ -316,7 +321,7 @@ def merge_shares(
     q_start, q_len, row0 = _tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED, HAS_CU_Q)
     # share p has the blocks p * total // num_shares .. (p + 1) * total // num_shares
     num_shares = tl.minimum(num_shares, total).to(tl.int64)
-    first = ((tile_lo + 1) * num_shares - 1) // total
+    first = ((tile_lo + TILE_COST + 1) * num_shares - 1) // total
     last = (tile_hi * num_shares - 1) // total
     empty = tile_hi == tile_lo
     if (row0 + chunk * ROWS < q_len * GROUP) & (empty | (last > first)):

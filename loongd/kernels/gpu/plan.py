@@ -40,13 +40,17 @@ class Merging:
     num_warps: int
 
 
-def merging(tiling: Tiling, num_tiles: int) -> Merging:
-    """Few tiles are cut into many shares, many tiles into few. H200, merges alone: 64 spans of 1K
-    take 3.4 us instead of 8.3 with 4 warps and 16 parts, which one span of 1K wants (2.9, 4.6)."""
+def merging(tiling: Tiling, num_tiles: int, tile_rows: int) -> Merging:
+    """For tiles of so many rows at most. Few tiles are cut into many shares, many into few. H200,
+    merges alone: 64 spans of 1K take 3.4 us instead of 8.3 with 4 warps and 16 parts, which one
+    span of 1K wants (2.9, 4.6). Many rows of tiles that are mostly whole, or padding, are looked at
+    several at a time: 64 rows of 33 tiles and 32 heads one by one took 40 us."""
     if tiling.merge_rows > 1:
         return Merging(tiling.merge_rows, max(1, 16 // tiling.merge_rows), 4)
     if num_tiles <= 4:
         return Merging(1, 16, 4)
+    if tile_rows > 8:
+        return Merging(8, 2, 4)
     return Merging(1, 8, 2) if num_tiles <= 16 else Merging(1, 4, 1)
 
 
