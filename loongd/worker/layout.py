@@ -23,9 +23,11 @@ Ints = npt.NDArray[np.int64]
 
 
 ROUND_TOKENS = 32768
-"""Most older tokens whose keys a member takes in in one round, while it computes over the round
-before: the largest size of keys that cuDNN is planned for (`kernels.cudnn.KEY_SIZES`), for which
-merging is cheapest. Two rounds are in memory: 1 GiB with 16 KiB a token and layer."""
+"""Older tokens whose keys a member takes in in one round, while it computes over the round before,
+where these are not too many rounds: the largest size of keys that cuDNN is planned for
+(`kernels.cudnn.KEY_SIZES`), for which merging is cheapest."""
+ROUND_BYTES = 512 << 20
+"""Most bytes of a round's keys, at least `ROUND_TOKENS` of them. Two rounds are in memory."""
 GATHERED_ROWS = 1024
 """Most new tokens of a member for which all members send their K and V to all at once. So few are
 launched by the host more slowly than computed (28 us each, 8B on an H200, against 1.7 ms and more a
@@ -58,7 +60,13 @@ class RowBytes:
             query=num_heads * head_dim * element_bytes + answer,
             key=2 * num_kv_heads * head_dim * element_bytes,
             pair_flops=4 * num_heads * head_dim,
+            round_tokens=most_round_tokens(2 * num_kv_heads * head_dim * element_bytes),
         )
+
+
+def most_round_tokens(key_bytes: int) -> int:
+    """Of a round: a power of two; `key_bytes` are a token's K and V in a layer."""
+    return max(ROUND_TOKENS, 1 << (ROUND_BYTES // key_bytes).bit_length() >> 1)
 
 
 @dataclass(frozen=True, slots=True)

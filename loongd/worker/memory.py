@@ -17,7 +17,7 @@ from loongd.model.llama import LINEAR_CHUNK_TOKENS, Llama
 from loongd.model.spec import ModelSpec
 from loongd.wire import Start
 from loongd.worker.kvcache import KvCache
-from loongd.worker.layout import ROUND_TOKENS
+from loongd.worker.layout import most_round_tokens
 
 _CPU_POOL_TOKENS = 16384
 """Default slots of a CPU instance; pages of the pool are taken only when they are written."""
@@ -85,7 +85,7 @@ class StepBytes:
         )
         slope = (most - half) / max(more - less, 1)
         # a round that is in use, and the next one
-        rounds_bytes = 2 * ROUND_TOKENS * key_bytes
+        rounds_bytes = 2 * most_round_tokens(key_bytes) * key_bytes
         return cls(more, most, slope, min(less, LINEAR_CHUNK_TOKENS), rounds_bytes)
 
     def of(self, tokens: int, *, keys_travel: bool = False) -> int:

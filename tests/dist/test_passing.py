@@ -124,5 +124,14 @@ def test_pieces_are_full_and_in_order(lens: list[int], most: int) -> None:
 
 
 def test_holders_share_a_round_by_powers_of_two() -> None:
-    found = [piece_tokens(n, LLAMA_7B) for n in (1, 2, 3, 4, 5, 8)]
+    found = [piece_tokens(n, 100_000, LLAMA_7B) for n in (1, 2, 3, 4, 5, 8)]
     assert found == [32768, 16384, 8192, 8192, 4096, 4096]
+
+
+def test_many_rounds_grow_to_what_memory_is_kept_for() -> None:
+    """Keys of 4 KiB; those of 16 KiB fill the memory of a round with the least number."""
+    found = [piece_tokens(1, held, LLAMA_8B) for held in (393_216, 393_217, 800_000, 5_000_000)]
+    assert found == [32768, 65536, 131072, 131072]
+    assert piece_tokens(2, 400_000, LLAMA_8B) == 65536
+    assert piece_tokens(1, 5_000_000, LLAMA_7B) == 32768
+    assert 2 * 131072 * LLAMA_8B.key == 2 * 32768 * LLAMA_7B.key == 1 << 30
