@@ -2,12 +2,15 @@
 
 LoongServe section 4.2: during the prefill ring every token's KV passes by every member, so any
 member may keep any run of tokens at no cost. Decode wants few holders, so the fewest that have
-room are chosen, and room that other requests count on is left to them as long as possible.
+room are chosen, and room that other requests count on is left to them as long as possible. What
+has no room on one instance is spread evenly over those that it needs: each attends to what it
+holds, and a chunk, or a token, waits for the one that holds most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 
 def place(
@@ -17,13 +20,15 @@ def place(
     *,
     free: Mapping[int, int],
     reserved: Mapping[int, int],
+    held: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[tuple[int, int], ...]:
     """Runs `(instance, tokens)` in position order that sum to `num_tokens`.
 
     Args:
-        growth_tokens: room wanted beside the prompt, for its own decode.
-        free: free slots of each member; they must hold the prompt together.
+        growth_tokens: room wanted beside the tokens, for the rest of the prompt and its decode.
+        free: free slots of each member; they must hold the tokens together.
         reserved: of these, slots that requests already there count on.
+        held: earlier tokens of the prompt on members.
     """
     if len(members) == 1:
         assert free[members[0]] >= num_tokens, f"{num_tokens} tokens do not fit {dict(free)}"
@@ -31,9 +36,9 @@ def place(
     room = {i: max(0, free[i] - reserved[i]) for i in members}
     for wanted in (num_tokens + growth_tokens, num_tokens):
         if sum(room.values()) >= wanted:
-            return _fill(num_tokens, _fewest(wanted, room), room)
+            return _level(num_tokens, _fewest(wanted, room), room, held)
     slots = {i: free[i] for i in members}
-    return _fill(num_tokens, _fewest(num_tokens, slots), slots)
+    return _level(num_tokens, _fewest(num_tokens, slots), slots, held)
 
 
 def _fewest(wanted: int, room: Mapping[int, int]) -> list[int]:
@@ -49,14 +54,30 @@ def _fewest(wanted: int, room: Mapping[int, int]) -> list[int]:
     return chosen
 
 
-def _fill(
-    num_tokens: int, chosen: Sequence[int], room: Mapping[int, int]
+def _level(
+    num_tokens: int, chosen: Sequence[int], room: Mapping[int, int], held: Mapping[int, int]
 ) -> tuple[tuple[int, int], ...]:
-    runs: list[tuple[int, int]] = []
-    left = num_tokens
-    for instance in chosen:
-        if left == 0:
-            break
-        runs.append((instance, min(left, room[instance])))
-        left -= runs[-1][1]
-    return tuple(runs)
+    """Shares that leave all chosen ones with as equal parts of the prompt as their room allows.
+
+    The least level up to which filling the chosen takes all tokens; the last tokens, fewer than
+    there are instances, go to the first that have room.
+    """
+    base = {i: held.get(i, 0) for i in chosen}
+
+    def filled(level: int) -> dict[int, int]:
+        return {i: min(room[i], max(0, level - base[i])) for i in chosen}
+
+    low, high = 0, num_tokens + max(base.values())
+    while low < high:
+        middle = (low + high) // 2
+        if sum(filled(middle).values()) < num_tokens:
+            low = middle + 1
+        else:
+            high = middle
+    shares = filled(low)
+    over = sum(shares.values()) - num_tokens
+    for instance in reversed(chosen):
+        back = min(over, shares[instance] - filled(low - 1)[instance]) if low else 0
+        shares[instance] -= back
+        over -= back
+    return tuple((instance, share) for instance, share in shares.items() if share)

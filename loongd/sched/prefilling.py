@@ -45,7 +45,14 @@ def put_chunk(
     room = sum(max(0, draft.room(i)) for i in keepers) or sum(draft.free[i] for i in keepers)
     chunk = fit_chunk(min(most, room), dop, left=request.left_tokens)
     later = request.left_tokens - chunk + request.growth_tokens
-    keep = place(chunk, later, keepers, free=draft.free, reserved=draft.reserved)
+    keep = place(
+        chunk,
+        later,
+        keepers,
+        free=draft.free,
+        reserved=draft.reserved,
+        held={i: draft.view.tokens_on(request, i) for i in request.holders},
+    )
     placed = Placed(request, keep, choose_master(draft, keep))
     if is_new:
         draft.admit(placed)

@@ -115,11 +115,11 @@ def test_dop_of_a_prompt(prompt, dop):
     assert plan.dop == dop
 
 
-def test_kv_that_fits_no_single_instance_is_kept_by_the_fewest():
+def test_kv_that_fits_no_single_instance_is_spread_evenly_over_the_fewest():
     driver = Driver(60, 100, 80, 40)
     (plan,) = plans(driver.arrive("a", 150, max_tokens=10))
     assert plan.members == (1, 2)
-    assert plan.items[0].keep == ((1, 100), (2, 50))
+    assert plan.items[0].keep == ((1, 75), (2, 75))
 
 
 def test_short_prompts_share_a_step_up_to_max_num_batched_tokens():
@@ -139,8 +139,8 @@ def test_placement_leaves_others_the_room_they_reserved():
     driver.done(1, "a")
     assert driver.arrive("b", 105, max_tokens=5) == [], "1 is too small, 0 in a step"
     (plan,) = plans(driver.done(2, "a"))
-    assert plan.items[0].keep == ((1, 100), (0, 5))
-    assert [i.reserved for i in driver.scheduler.snapshot().instances] == [58 + 5, 0]
+    assert plan.items[0].keep == ((1, 74), (0, 31))
+    assert [i.reserved for i in driver.scheduler.snapshot().instances] == [58, 5]
 
 
 def test_short_prompts_go_where_most_slots_are_free():
