@@ -1,7 +1,8 @@
 """A step's kernels over fixed tensors, captured once as a CUDA graph and then replayed.
 
-Knows: how a step's numbers come from the host into the tensor that its kernels read.
-Does not know: what the kernels compute. Where there are no graphs they are launched anew each time.
+Knows: how a step's numbers come from the host into the tensor that its kernels read; slots among
+them (`storing`). Does not know: what else the kernels compute. Where there are no graphs they are
+launched anew each time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from loongd.kernels.pool import rope_store_kv
+from loongd.model.llama import Store
+from loongd.worker.kvcache import KvCache
 
 STAGES = 4
 """Copies of a graph's numbers on the host: one is read by the device while the next is written."""
@@ -72,3 +77,16 @@ class _Graph:
         seen[..., : values.shape[-1]] = values
         self._numbers.copy_(stage, non_blocking=True)
         self._graph.replay()
+
+
+def storing(kv: KvCache, slots_T: Tensor) -> Store:
+    """Rotates queries and keys, and stores the new tokens' K and V in these slots, which are read
+    when the kernels run; -1 for a token that is not kept."""
+
+    def store(
+        layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor
+    ) -> None:
+        pool = kv.k_LSKH[layer], kv.v_LSKH[layer]
+        rope_store_kv(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH, slots_T, *pool)
+
+    return store

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from loongd.kernels.dispatch import pick
 from loongd.kernels.merge import merge_state_
-from loongd.kernels.pool import rope_store_kv
 from loongd.kernels.sampling import best_tokens
 from loongd.model.llama import Llama
 from loongd.model.sampler import Drawing, Mark, sample_once
-from loongd.worker.captured import STAGES, Captured, capture, graph_pool
+from loongd.worker.captured import STAGES, Captured, capture, graph_pool, storing
 from loongd.worker.decode_layout import (
     BEGIN,
     BUCKETS,
@@ -81,19 +80,6 @@ class GroupAttention:
         for peer in asks:
             merge_state_(out, lse, *peers.await_answer(peer, len(q_TNH)))
         return out
-
-    def store(
-        self,
-        layer: int,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        cos_TH: Tensor,
-        sin_TH: Tensor,
-    ) -> None:
-        """Rotate and store, as `loongd.model.llama.Store`."""
-        pool = self._parts.kv.k_LSKH[layer], self._parts.kv.v_LSKH[layer]
-        rope_store_kv(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH, self._columns[SLOT], *pool)
 
     def answer(self, layer: int) -> None:
         """Answer the members that ask."""
@@ -154,9 +140,9 @@ class DecodeStep:
         tokens = torch.where(source >= 0, drawn, rows[TOKEN].long())
         parts.table.slots_S.index_copy_(0, rows[ENTRY].long(), rows[SLOT])
         positions = rows[POSITION].long()
-        attention = self._attention
+        store = storing(parts.kv, rows[SLOT])
         hidden_TD = parts.model.forward(
-            tokens, positions, positions + 1, attention, store=attention.store
+            tokens, positions, positions + 1, self._attention, store=store
         )
         self.logits_BV = parts.model.head(hidden_TD)
         self._drawn_B[:bucket].copy_(best_tokens(self.logits_BV))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from loongd.kernels.dispatch import pick
 from loongd.kernels.merge import merge_state_
-from loongd.kernels.pool import rope_store_kv
+from loongd.worker.captured import storing
 from loongd.worker.group_layout import (
     MOST_EXCHANGED_TOKENS,
     GroupNumbers,
@@ -96,7 +96,7 @@ class GroupStep:
             positions + 1,
             self._attention,
             rows_B=self._rows_B.long(),
-            store=self._store,
+            store=storing(self._parts.kv, self._slots_T),
         )
         self._await_taken()
 
@@ -155,19 +155,6 @@ class GroupStep:
             return
         merge_state_(*self._state, *boxes.await_partial(source, shape.bucket))
         boxes.take(source)
-
-    def _store(
-        self,
-        layer: int,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        cos_TH: Tensor,
-        sin_TH: Tensor,
-    ) -> None:
-        """Rotate and store, as `loongd.model.llama.Store`."""
-        pool = self._parts.kv.k_LSKH[layer], self._parts.kv.v_LSKH[layer]
-        rope_store_kv(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH, self._slots_T, *pool)
 
 
 class GroupGraphs:

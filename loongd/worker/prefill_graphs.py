@@ -20,10 +20,9 @@ from torch import Tensor
 
 from loongd.kernels.dispatch import pick
 from loongd.kernels.gpu.plan import Tiling, extend_tiling
-from loongd.kernels.pool import rope_store_kv
 from loongd.model.llama import Llama
 from loongd.model.spec import ModelSpec
-from loongd.worker.captured import Captured, capture, graph_pool
+from loongd.worker.captured import Captured, capture, graph_pool, storing
 from loongd.worker.kvcache import KvCache
 from loongd.worker.prefill_layout import BUCKETS, PrefillNumbers, PrefillShape
 from loongd.worker.slot_table import SlotTable
@@ -98,12 +97,12 @@ class PrefillStep:
             positions + 1,
             self._attention,
             rows_B=self._rows_B.long(),
-            store=self._store,
+            store=storing(parts.kv, self._slots_T),
         )
 
     def _attention(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """As `loongd.model.llama.Attention`; the last layer gives the wanted rows alone."""
-        del k_TKH, v_TKH  # `_store` has them
+        del k_TKH, v_TKH  # `store` has them
         parts = self._parts
         scale = parts.spec.head_dim**-0.5
         pool = (parts.kv.k_LSKH[layer], parts.kv.v_LSKH[layer], parts.table.slots_S)
@@ -125,19 +124,6 @@ class PrefillStep:
             out=self._state,
         )
         return self._state[0]
-
-    def _store(
-        self,
-        layer: int,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        cos_TH: Tensor,
-        sin_TH: Tensor,
-    ) -> None:
-        """Rotate and store, as `loongd.model.llama.Store`."""
-        pool = self._parts.kv.k_LSKH[layer], self._parts.kv.v_LSKH[layer]
-        rope_store_kv(q_TNH, k_TKH, v_TKH, cos_TH, sin_TH, self._slots_T, *pool)
 
 
 class Kernels(Protocol):
