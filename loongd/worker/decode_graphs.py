@@ -199,10 +199,10 @@ class DecodeGraphs:
             if number == 0 and self._parts.peers is not None:
                 self._run_once(DecodeShape(bucket, True, (rank,), (rank,)))
             shape = DecodeShape(bucket, True, (), ())
-            self._run_once(shape)
-            logits_BV = self._graph(shape)[0].logits_BV
+            logits_BV = self._run_once(shape)
             if number == 0 and logits_BV is not None:
                 sample_once(logits_BV[:1])
+            self._graph(shape)
             yield (number + 1) / len(buckets)
 
     def launch(
@@ -236,9 +236,11 @@ class DecodeGraphs:
             self._graphs[shape] = known
         return known
 
-    def _run_once(self, shape: DecodeShape) -> None:
+    def _run_once(self, shape: DecodeShape) -> Tensor | None:
+        """The logits (B, V), if this worker has any."""
         step = DecodeStep(self._parts, shape, self.drawn_B)
         step.numbers[SOURCE] = step.numbers[SLOT] = -1
         step.numbers[ENTRY] = self._parts.table.scratch
         step.run()
         torch.cuda.synchronize(self._parts.kv.device)
+        return step.logits_BV
