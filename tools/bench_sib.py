@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -152,21 +153,27 @@ def predict(sib: Sib, point: dict[str, Any]) -> float:
 
 def errors_by_group(points: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Errors of each phase, degree of parallelism and number of masters."""
-    groups: dict[str, list[float]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for point in points:
         name = f"{point['phase']} dop {point['dop']}"
         if point["phase"] == "decode" and point["dop"] > 1:
             name += f" masters {point['num_masters']}"
-        groups.setdefault(name, []).append(point["error"])
-    return {name: summary(errors) for name, errors in sorted(groups.items())}
+        groups.setdefault(name, []).append(point)
+    return {name: summary(found) for name, found in sorted(groups.items())}
 
 
-def summary(errors: list[float]) -> dict[str, float]:
-    """Mean, ninth decile and worst."""
-    ordered = sorted(errors)
+def summary(points: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean, ninth decile and worst error, and the bias: the median of the signed errors, which is
+    far from 0 when the machine as a whole was faster or slower than in the profile."""
+    ordered = sorted(point["error"] for point in points)
     ninth = ordered[min(len(ordered) - 1, len(ordered) * 9 // 10)]
-    values = {"mean": sum(errors) / len(errors), "p90": ninth, "worst": ordered[-1]}
-    return {name: round(value, 5) for name, value in values.items()} | {"points": len(errors)}
+    values = {
+        "mean": sum(ordered) / len(ordered),
+        "p90": ninth,
+        "worst": ordered[-1],
+        "bias": median(point["predicted_s"] / point["measured_s"] - 1 for point in points),
+    }
+    return {name: round(value, 5) for name, value in values.items()} | {"points": len(points)}
 
 
 def with_origin(result: dict[str, Any]) -> Profile:
@@ -265,7 +272,7 @@ def main() -> int:
     args = parse()
     result = run(args)
     check, profile = result["check"], result["profile"]
-    everything = summary([point["error"] for point in check["points"]])
+    everything = summary(check["points"])
     groups = errors_by_group(check["points"])
     result = result | {"all": everything, "by_group": groups}
     words = f"{profile['device']}-{profile['model']}-{profile['prefill'][-1]['dop']}"
@@ -275,7 +282,7 @@ def main() -> int:
     if args.profile_out is not None:
         args.profile_out.write_text(dump_profile(with_origin(result)), encoding="utf-8")
     for group, one in {**groups, "all": everything}.items():
-        errors = ", ".join(f"{name} {one[name]:.1%}" for name in ("mean", "p90", "worst"))
+        errors = ", ".join(f"{name} {one[name]:.1%}" for name in ("mean", "p90", "worst", "bias"))
         print(f"{group}: {errors} of {one['points']}")
     print(path)
     return 0 if everything["mean"] <= MAX_MEAN and everything["worst"] <= MAX_WORST else 1

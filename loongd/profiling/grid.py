@@ -25,12 +25,13 @@ _SINGLES = 12
 _RANDOM_PREFILLS = 12
 _MOST_REQUESTS = 24
 _BATCHES = (
-    *(1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 23, 24, 25, 28, 31, 32, 33, 40, 47, 48, 49, 56),
-    *(63, 64, 65, 80, 95, 96, 97, 112, 127, 128, 129, 160, 191, 192, 193, 224, 255, 256, 257, 320),
-    *(383, 384, 385, 512),
+    *(1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 15, 16, 17, 20, 23, 24, 25, 28, 31, 32, 33, 40, 47, 48, 49),
+    *(56, 63, 64, 65, 80, 95, 96, 97, 112, 127, 128, 129, 160, 191, 192, 193, 224, 255, 256, 257),
+    *(320, 383, 384, 385, 512),
 )
-"""Requests of one master; some are powers of two, for those run faster than their neighbours, and
-some on both sides of the sizes for which decode steps are captured."""
+"""Requests of one master; some are powers of two, for those run faster than their neighbours, some
+one less than a multiple of four, for which processors take longest, and some on both sides of the
+sizes for which decode steps are captured."""
 _UNEVEN_BATCHES = (2, 3, 4)
 """Requests of the busiest of several masters, of which the others have one less."""
 _READING_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -67,8 +68,10 @@ class Effort:
         row_steps: decode steps in a row, the first of which does not count.
         max_batch: the largest decode batch.
         fill_s: seconds of prefill that the KV for chunks and decode steps may take.
-        total_s: seconds that all points of all groups may take altogether, but for two runs of
-            each.
+        total_s: seconds that all points of all groups may take altogether, but for the fewest runs
+            of each.
+        one_pace: whether one processor does all the work of steps, so that they become slower
+            together.
     """
 
     max_step_s: float
@@ -81,6 +84,7 @@ class Effort:
     max_batch: int
     fill_s: float
     total_s: float
+    one_pace: bool = False
 
     def rounds(self, run_s: float) -> int:
         """Runs of a step, of which one has taken `run_s` at first; that one counts."""
@@ -88,18 +92,20 @@ class Effort:
 
     def on_cpu(self) -> Effort:
         """For workers that share their processor with all that runs, so that steps differ each
-        time: more runs of shorter steps. No clock has to warm up, no step waits for its launch."""
+        time: more runs of shorter steps. No clock has to warm up and no step waits for its launch,
+        so a step need not follow another of its kind."""
         return replace(
             self,
-            max_step_s=min(self.max_step_s, 1.0),
+            max_step_s=min(self.max_step_s, 0.6),
             max_decode_s=min(self.max_decode_s, 0.25),
-            min_rounds=self.min_rounds + 2,
+            min_rounds=self.min_rounds + 3,
             max_rounds=2 * self.max_rounds,
             point_s=2 * self.point_s,
             burst_s=0.0,
-            row_steps=3,
+            row_steps=1,
             max_batch=self.max_batch // 4,
-            total_s=1.5 * self.total_s,
+            total_s=2 * self.total_s,
+            one_pace=True,
         )
 
 

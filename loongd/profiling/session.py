@@ -6,6 +6,7 @@ are lent, where a profile is kept.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -150,6 +151,7 @@ class Session:
                 "kv_tokens": row.kv_tokens,
                 "seconds": row.job.typical_s,
                 "times_s": _rounded(row.job.times),
+                "slowness": _rounded(row.job.slowness),
                 "level": sum(row.size.blocks) * block_tokens // dop,
             }
             for row in mine
@@ -188,9 +190,9 @@ class Session:
         self, sib: Sib, dop: int, points: list[Word], budget_s: float
     ) -> AsyncGenerator[Word, None]:
         """Unseen batches, all in the same rounds as in a profile."""
-        async for word in self._warm_up(dop, budget_s):
-            yield word
         bench, profile = self._bench, sib.profile
+        async for word in self._warm_up(dop, budget_s, _most_read(profile, dop)):
+            yield word
         longest = min(self._longest, _reach(profile, dop))
         sizes = grid.random_prefills(
             longest, bench.block_tokens, self._most_cached, self._seed, _CHECKED_PREFILLS
@@ -239,20 +241,26 @@ class Session:
             left_s = budget_s * (1.0 - done)
             yield {"stage": f"dop {dop}: steps", "fraction": done, "left_s": left_s}
 
-    async def _warm_up(self, dop: int, budget_s: float) -> AsyncGenerator[Word, None]:
+    async def _warm_up(
+        self, dop: int, budget_s: float, most_read: int = sys.maxsize
+    ) -> AsyncGenerator[Word, None]:
         """Find the longest prompt and the largest decode batch that are worth timing, and fill the
-        pool with what steps read; yields now and then. `budget_s` is what comes afterwards."""
+        pool with what steps read, at most `most_read` tokens; yields now and then. `budget_s` is
+        what comes afterwards."""
         word = {"stage": f"dop {dop}: warm-up", "fraction": 0.0, "left_s": budget_s}
         yield word
         bench, effort = self._bench, self._effort
         bench.group(dop)
         room = bench.pool_tokens * dop * 2 // 5
         self._limit = min(bench.max_tokens, room)
-        self._longest, took_s = await self._find_longest(self._limit)
+        self._longest, took_s = await self._find_longest(self._limit, 32)
+        if effort.one_pace:  # the machine may have been busy for a moment
+            yield word
+            self._longest, took_s = await self._find_longest(self._limit, self._longest)
         yield word
         fill_tokens = min(room, int(self._longest * effort.fill_s / took_s))
         most = min(fill_tokens // grid.NUM_BLOCKS, bench.max_tokens - effort.row_steps)
-        await bench.fill(max(most, dop, 1), self._longest)
+        await bench.fill(max(min(most, most_read // grid.NUM_BLOCKS), dop, 1), self._longest)
         self._max_batch = 1
         while self._max_batch < effort.max_batch:
             yield word
@@ -263,13 +271,14 @@ class Session:
                 break
             self._max_batch *= 2
 
-    async def _find_longest(self, limit: int) -> tuple[int, float]:
-        """The longest prompt worth timing, and the seconds that it takes."""
-        bench = self._bench
-        tokens = min(32, limit)
+    async def _find_longest(self, limit: int, least: int) -> tuple[int, float]:
+        """The longest prompt worth timing, of `least` tokens or more, and the seconds that it
+        takes."""
+        bench, num_runs = self._bench, self._effort.min_rounds
+        tokens = min(least, limit)
         await bench.prefill([(0, tokens)])
         while True:
-            elapsed_s = min([await bench.prefill([(0, tokens)]) for _ in range(2)])
+            elapsed_s = min([await bench.prefill([(0, tokens)]) for _ in range(num_runs)])
             if 2 * elapsed_s > self._effort.max_step_s or tokens >= limit:
                 return tokens, elapsed_s
             tokens = min(2 * tokens, limit)
@@ -295,6 +304,7 @@ def _keep(
             "items": items,
             "seconds": job.typical_s,
             "times_s": _rounded(job.times),
+            "slowness": _rounded(job.slowness),
         }
         for items, job in measured
     ]
@@ -323,8 +333,8 @@ def _add(points: list[Word], predicted_s: float, job: Job, **what: Any) -> None:
         return
     error = abs(predicted_s / measured_s - 1)
     times = {"predicted_s": predicted_s, "measured_s": measured_s, "error": error}
-    spread = grid.spread(job.times)
-    points.append({**what, **times, "times_s": _rounded(job.times), "spread": spread})
+    runs = {"times_s": _rounded(job.times), "slowness": _rounded(job.slowness)}
+    points.append({**what, **times, **runs, "spread": grid.spread(job.times)})
 
 
 def _mean(points: list[Word]) -> float:
@@ -349,3 +359,11 @@ def _reach(profile: Profile, dop: int) -> int:
 def _largest_batch(profile: Profile, dop: int) -> int:
     """The largest batch inside the profiled range of every number of masters."""
     return min((fit.max_batch for fit in profile.decode if fit.dop == dop), default=1)
+
+
+def _most_read(profile: Profile, dop: int) -> int:
+    """The most KV tokens that the profiled steps of a group read."""
+    fits = [fit for fit in profile.decode if fit.dop == dop]
+    return min(
+        fit.max_kv_tokens if fit.grid is None else fit.grid.kv_tokens[-1] * dop for fit in fits
+    )

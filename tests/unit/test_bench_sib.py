@@ -81,6 +81,12 @@ async def test_a_bad_fit_is_told(
     assert bench.main() == 1
 
 
-def test_a_summary_has_mean_ninth_decile_and_worst(bench: ModuleType) -> None:
-    errors = [i / 100 for i in range(20)]
-    assert bench.summary(errors) == {"mean": 0.095, "p90": 0.18, "worst": 0.19, "points": 20}
+def test_a_summary_has_mean_ninth_decile_worst_and_bias(bench: ModuleType) -> None:
+    """Five predictions are too high and fifteen too low."""
+    points = [
+        {"predicted_s": 2 + i / 50 * (1 if i < 5 else -1), "measured_s": 2.0, "error": i / 100}
+        for i in range(20)
+    ]
+    found = bench.summary(points)
+    assert found.pop("bias") == pytest.approx(-0.095)
+    assert found == {"mean": 0.095, "p90": 0.18, "worst": 0.19, "points": 20}

@@ -56,6 +56,15 @@ async def test_when_time_is_up_each_step_has_run_twice(budget_s: float, num_runs
     assert len(steps.ran) == pytest.approx(num_runs, abs=1)
 
 
+async def test_when_time_is_up_each_step_has_run_as_often_as_it_must() -> None:
+    steps = Steps(6)
+    effort = dataclasses.replace(grid.QUICK, min_rounds=4, max_rounds=9)
+    shares = repeat(steps.jobs, effort, 0.1, clock=lambda: steps.now)
+    done = [share async for share in shares]
+    assert done == sorted(done)
+    assert [len(job.times) for job in steps.jobs] == [4] * 6
+
+
 async def test_a_burst_lasts_and_its_first_step_does_not_count() -> None:
     times = iter([0.05, 0.02, 0.01, 0.02, 9.0])
 

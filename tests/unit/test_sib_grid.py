@@ -64,6 +64,28 @@ def test_a_batch_without_much_kv_learns_from_its_neighbours() -> None:
     assert times[5][1] - times[5][0] == pytest.approx(1e-2 * (1 + 5 / 16), rel=0.05)
 
 
+def test_one_slow_size_does_not_make_larger_ones_slow() -> None:
+    """Three rows take a processor longer than four; they are measured over little KV only."""
+
+    def time_s(batch: int, kv: int) -> float:
+        products_s = 0.05 if batch <= 4 else 0.09
+        return (products_s + 1e-3 * batch + 1e-6 * kv) * (1.3 if batch == 3 else 1.0)
+
+    points = [
+        DecodePoint(batch, kv, time_s(batch, kv))
+        for batch in (1, 2, 3, 4, 8, 16, 32)
+        for kv in (0, 1000, 4000)
+        if not (batch == 3 and kv)
+    ]
+    fit = refine_decode(fit_decode(1, 1, points), points, [0, 1000, 4000])
+    assert fit.grid is not None
+    assert fit.grid.fault() == ""
+    for point in points:
+        found = fit.time_s(busiest=point.batch, kv_tokens=point.kv_tokens)
+        error = found / point.elapsed_s - 1
+        assert abs(error) < (0.2 if point.batch == 3 else 0.11)
+
+
 def test_a_planted_migration_is_found() -> None:
     points = [MigratePoint(n, 0.002 + 3e-7 * n) for n in (16, 100, 1000, 16_000)]
     found = fit_migrate(points)
