@@ -70,8 +70,8 @@ class Effort:
         fill_s: seconds of prefill that the KV for chunks and decode steps may take.
         total_s: seconds that all points of all groups may take altogether, but for the fewest runs
             of each.
-        one_pace: whether one processor does all the work of steps, so that they become slower
-            together.
+        look_twice: whether the machine may be slower for a moment, so that what is worth timing is
+            looked for twice.
     """
 
     max_step_s: float
@@ -84,7 +84,7 @@ class Effort:
     max_batch: int
     fill_s: float
     total_s: float
-    one_pace: bool = False
+    look_twice: bool = False
 
     def rounds(self, run_s: float) -> int:
         """Runs of a step, of which one has taken `run_s` at first; that one counts."""
@@ -105,7 +105,7 @@ class Effort:
             row_steps=1,
             max_batch=self.max_batch // 4,
             total_s=2 * self.total_s,
-            one_pace=True,
+            look_twice=True,
         )
 
 

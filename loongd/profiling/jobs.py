@@ -6,21 +6,17 @@ the time for them is up. Does not know: what a step is.
 A device's clock and a host's speed depend on what they did in the tenths of a second before. So a
 run is a burst: the step again and again, as a busy server has it, until that has taken a while; the
 first does not count. And all kinds of steps share the rounds, in an order of their own each time:
-what else happens on the machine for a second spoils one run of many steps, not all of one; and
-where one processor does all, its slower moments are taken out of the times (`profiling.pace`).
+what else happens on the machine for a second spoils one run of many steps, not all of one.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
 
 from loongd.profiling import grid
-from loongd.profiling.pace import slowness
 
 _SEED = 7
 _SURE_SHARE = 0.4
@@ -32,22 +28,17 @@ _MOST_IN_BURST = 8
 class Job:
     """One step: how to run it, once or several times in a row, and what that took so far.
 
-    `times` has one for each run; `cost_s` is what the cheapest run took altogether; `slowness`,
-    where it is known, has the machine's in each run but the first.
+    `times` has one for each run; `cost_s` is what the cheapest run took altogether.
     """
 
     run: Callable[[], Awaitable[Sequence[float]]]
     times: list[float] = field(default_factory=list)
     cost_s: float = float("inf")
-    slowness: list[float] = field(default_factory=list)
 
     @property
     def typical_s(self) -> float:
-        """One time for all of them, as in calm moments where slowness is known."""
-        if not self.slowness:
-            return grid.typical(self.times)
-        counted = zip(self.times[1:], self.slowness, strict=True)
-        return median_low(elapsed_s / slow for elapsed_s, slow in counted)
+        """One time for all of them."""
+        return grid.typical(self.times)
 
     async def measure(self) -> None:
         """Run it once more."""
@@ -74,14 +65,12 @@ async def repeat(
     each has had its own number or all together have taken `budget_s`."""
     began_s = clock()
     rng = random.Random(_SEED)
-    turns: list[int] = []
     orders = [list(range(len(jobs)))]
     while len(orders) < effort.min_rounds:
         orders.append(rng.sample(orders[0], len(jobs)))
     for number, order in enumerate(orders):
         for at, i in enumerate(order):
             await jobs[i].measure()
-            turns.append(i)
             yield _SURE_SHARE * (number + at / len(jobs)) / len(orders)
     # The first run of a size may plan or compile, and never counts; the others say how long more
     # will take.
@@ -96,23 +85,7 @@ async def repeat(
             if used >= 1.0:
                 break
             await jobs[i].measure()
-            turns.append(i)
             spent_s += jobs[i].cost_s
             share = max(spent_s / total_s, used)
             yield min(_SURE_SHARE + (1 - _SURE_SHARE) * share, 1.0)
-    if effort.one_pace:
-        _tell_slowness(jobs, turns)
     yield 1.0
-
-
-def _tell_slowness(jobs: Sequence[Job], turns: Sequence[int]) -> None:
-    """Tell each job how slow the machine was in its runs, which came in these turns."""
-    num_seen: Counter[int] = Counter()
-    counted: list[tuple[int, float]] = []
-    for i in turns:
-        if num_seen[i]:  # the first never counts
-            counted.append((i, jobs[i].times[num_seen[i]]))
-        num_seen[i] += 1
-    steps, times = [i for i, _ in counted], [elapsed_s for _, elapsed_s in counted]
-    for i, slow in zip(steps, slowness(steps, times), strict=True):
-        jobs[i].slowness.append(slow)

@@ -151,7 +151,6 @@ class Session:
                 "kv_tokens": row.kv_tokens,
                 "seconds": row.job.typical_s,
                 "times_s": _rounded(row.job.times),
-                "slowness": _rounded(row.job.slowness),
                 "level": sum(row.size.blocks) * block_tokens // dop,
             }
             for row in mine
@@ -254,7 +253,7 @@ class Session:
         room = bench.pool_tokens * dop * 2 // 5
         self._limit = min(bench.max_tokens, room)
         self._longest, took_s = await self._find_longest(self._limit, 32)
-        if effort.one_pace:  # the machine may have been busy for a moment
+        if effort.look_twice:
             yield word
             self._longest, took_s = await self._find_longest(self._limit, self._longest)
         yield word
@@ -304,7 +303,6 @@ def _keep(
             "items": items,
             "seconds": job.typical_s,
             "times_s": _rounded(job.times),
-            "slowness": _rounded(job.slowness),
         }
         for items, job in measured
     ]
@@ -333,8 +331,8 @@ def _add(points: list[Word], predicted_s: float, job: Job, **what: Any) -> None:
         return
     error = abs(predicted_s / measured_s - 1)
     times = {"predicted_s": predicted_s, "measured_s": measured_s, "error": error}
-    runs = {"times_s": _rounded(job.times), "slowness": _rounded(job.slowness)}
-    points.append({**what, **times, **runs, "spread": grid.spread(job.times)})
+    runs = {"times_s": _rounded(job.times), "spread": grid.spread(job.times)}
+    points.append({**what, **times, **runs})
 
 
 def _mean(points: list[Word]) -> float:
