@@ -190,7 +190,7 @@ class Daemon:
         config = self._config
         max_len = config.max_model_len or model.spec.max_context_tokens
         num_workers = self._num_instances * config.tensor_parallel_size
-        cores = node.share_cores(sorted(os.sched_getaffinity(0)), num_workers)
+        shares = node.share_cores(sorted(os.sched_getaffinity(0)), num_workers, device=self._device)
 
         def starts(epoch: int) -> list[Start]:
             return [
@@ -203,7 +203,8 @@ class Daemon:
                     load_format="dummy" if config.load_format == "dummy" else "auto",
                     dtype=model.dtype,
                     device=self._device,
-                    cores=cores[rank],
+                    cores=shares[rank].cores,
+                    num_threads=shares[rank].num_threads,
                     kv_pool_tokens=config.kv_pool_tokens,
                     gpu_memory_utilization=config.gpu_memory_utilization,
                     max_step_tokens=min(

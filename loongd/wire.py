@@ -123,7 +123,8 @@ class Start(_Message, frozen=True, tag=1):
     """Become worker `rank` of `world_size`; sent once, after `Hello`.
 
     Instance i has workers i * `tensor_parallel_size` up to the next instance's; each gets the
-    instance's messages and does its share of every layer.
+    instance's messages and does its share of every layer. It runs on `cores`, all if none are
+    given, and computes with `num_threads`, 0 for one on each.
     """
 
     rank: int
@@ -141,6 +142,7 @@ class Start(_Message, frozen=True, tag=1):
     seed: int
     tensor_parallel_size: int = 1
     deterministic: bool = False
+    num_threads: int = 0
 
     @property
     def instance(self) -> int:

@@ -42,6 +42,8 @@ def _worker(args: argparse.Namespace) -> None:
 
     progress("imports", 1.0)
     logging.basicConfig(level="INFO", format=f"instance {args.rank}: %(message)s")
+    cores = sorted(os.sched_getaffinity(0))
+    share = share_cores(cores, args.instances, device=args.device)[args.rank]
     start = Start(
         rank=args.rank,
         world_size=args.instances,
@@ -51,7 +53,8 @@ def _worker(args: argparse.Namespace) -> None:
         load_format="dummy",
         dtype=args.dtype,
         device=args.device,
-        cores=share_cores(sorted(os.sched_getaffinity(0)), args.instances)[args.rank],
+        cores=share.cores,
+        num_threads=share.num_threads,
         kv_pool_tokens=args.pool_tokens,
         gpu_memory_utilization=0.9,
         max_step_tokens=65536,

@@ -339,7 +339,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 def _take_device(start: Start) -> torch.device:
     if start.cores:
         os.sched_setaffinity(0, start.cores)
-        torch.set_num_threads(len(start.cores))
+        torch.set_num_threads(start.num_threads or len(start.cores))
     if start.device == "cpu":
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()

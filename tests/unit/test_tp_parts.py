@@ -48,8 +48,19 @@ def test_too_few_gpus_are_named(instances: int | None, size: int, words: str) ->
 
 def test_the_cpu_takes_any_number() -> None:
     assert node.num_instances(Config(tensor_parallel_size=4), "cpu") == 1
-    assert node.share_cores([3, 4, 5, 6, 7], 2) == [[3, 4], [5, 6]]
-    assert node.share_cores([3, 4], 4) == [[3], [4], [3], [4]]
+
+
+def test_cores_are_shared() -> None:
+    cores = list(range(3, 12))
+    halves = [(cores[:4], 4), (cores[4:8], 4)]
+    assert node.share_cores(cores, 2, device="cuda") == halves
+    assert node.share_cores(cores, 2, device="cpu") == halves
+    assert node.share_cores([3, 4], 4, device="cuda") == [([3], 1), ([4], 1), ([3], 1), ([4], 1)]
+
+
+def test_workers_with_few_cores_each_may_run_on_all_of_them() -> None:
+    assert node.share_cores([3, 4, 5, 6, 7], 2, device="cpu") == [([3, 4, 5, 6, 7], 2)] * 2
+    assert node.share_cores([3, 4], 4, device="cpu") == [([3, 4], 1)] * 4
 
 
 def test_workers_of_an_instance_are_consecutive() -> None:
