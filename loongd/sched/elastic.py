@@ -20,7 +20,13 @@ from loongd.sched.chunks import left_s, next_chunk
 from loongd.sched.dispatch import Dispatch
 from loongd.sched.draft import Draft
 from loongd.sched.policy import Hold, Placed, StartMigrate, StartPrefill, View
-from loongd.sched.prefilling import describe_kept, describe_part, find_keepers, put_chunk
+from loongd.sched.prefilling import (
+    describe_kept,
+    describe_part,
+    find_keepers,
+    fit_keepers,
+    put_chunk,
+)
 from loongd.sched.request import Request
 from loongd.sched.sib import Sib
 from loongd.sched.words import name_instances, plural
@@ -210,6 +216,7 @@ class ElasticPrefill:
         group = list(keepers)
         others = [i for i in allocate.empty() if i not in group]
         allocate.extend(group, request.kv_tokens, request.left_tokens, others)
+        keepers = fit_keepers(draft, request, keepers, group)
         self._start(request, keepers=keepers, group=group)
 
     def _keepers(self, request: Request) -> list[int] | None:

@@ -20,23 +20,28 @@ def place(
     *,
     free: Mapping[int, int],
     reserved: Mapping[int, int],
+    later_tokens: int = 0,
     held: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[tuple[int, int], ...]:
     """Runs `(instance, tokens)` in position order that sum to `num_tokens`.
 
     Args:
-        growth_tokens: room wanted beside the tokens, for the rest of the prompt and its decode.
+        growth_tokens: room wanted beside the prompt, for its own decode.
         free: free slots of each member; they must hold the tokens together.
         reserved: of these, slots that requests already there count on.
+        later_tokens: the rest of the prompt, which later chunks will keep.
         held: earlier tokens of the prompt on members.
     """
     if len(members) == 1:
         assert free[members[0]] >= num_tokens, f"{num_tokens} tokens do not fit {dict(free)}"
         return ((members[0], num_tokens),)
     room = {i: max(0, free[i] - reserved[i]) for i in members}
-    for wanted in (num_tokens + growth_tokens, num_tokens):
+    rest = num_tokens + later_tokens
+    for wanted in (rest + growth_tokens, rest):
         if sum(room.values()) >= wanted:
             return _level(num_tokens, _fewest(wanted, room), room, held)
+    if sum(room.values()) >= num_tokens:  # the prompt needs all of them, and more
+        return _level(num_tokens, _fewest(sum(room.values()), room), room, held)
     slots = {i: free[i] for i in members}
     return _level(num_tokens, _fewest(num_tokens, slots), slots, held)
 

@@ -44,13 +44,13 @@ def put_chunk(
         draft.forget_reservation(request)
     room = sum(max(0, draft.room(i)) for i in keepers) or sum(draft.free[i] for i in keepers)
     chunk = fit_chunk(min(most, room), dop, left=request.left_tokens)
-    later = request.left_tokens - chunk + request.growth_tokens
     keep = place(
         chunk,
-        later,
+        request.growth_tokens,
         keepers,
         free=draft.free,
         reserved=draft.reserved,
+        later_tokens=request.left_tokens - chunk,
         held={i: draft.view.tokens_on(request, i) for i in request.holders},
     )
     placed = Placed(request, keep, choose_master(draft, keep))
@@ -79,6 +79,19 @@ def find_keepers(
             break
     draft.restore_reservation(request)
     return keepers if any(draft.free[i] > 0 for i in keepers) else None
+
+
+def fit_keepers(
+    draft: Draft, request: Request, keepers: Sequence[int], group: Sequence[int]
+) -> list[int]:
+    """The keepers of a prompt between two chunks, and where they have no room for the rest of it,
+    all of the group that computes the next one: what has no room on one is better spread evenly
+    (`sched.placement`) than kept by one until that is full."""
+    draft.forget_reservation(request)
+    room = sum(max(0, draft.room(i)) for i in keepers)
+    draft.restore_reservation(request)
+    others = [i for i in group if i not in keepers and draft.room(i) > 0]
+    return [*keepers, *others] if room < request.left_tokens else list(keepers)
 
 
 def choose_master(draft: Draft, keep: Sequence[tuple[int, int]]) -> int:

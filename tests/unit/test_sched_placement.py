@@ -18,8 +18,19 @@ def test_a_chunk_goes_where_less_of_its_prompt_is() -> None:
     """The rest of the prompt needs both instances, so that both should end with as much."""
     free, reserved = {0: 700, 1: 760}, {0: 0, 1: 0}
     held = {0: 100, 1: 40}
-    assert place(50, 900, (0, 1), free=free, reserved=reserved, held=held) == ((1, 50),)
-    assert place(100, 900, (0, 1), free=free, reserved=reserved, held=held) == ((1, 80), (0, 20))
+    where = {"free": free, "reserved": reserved, "held": held, "later_tokens": 900}
+    assert place(50, 0, (0, 1), **where) == ((1, 50),)
+    assert place(100, 0, (0, 1), **where) == ((1, 80), (0, 20))
+
+
+def test_a_prompt_that_needs_more_than_the_members_is_spread_over_all_of_them() -> None:
+    where = {"free": {0: 100, 1: 100}, "reserved": {0: 0, 1: 0}, "later_tokens": 500}
+    assert place(10, 0, (0, 1), **where) == ((0, 5), (1, 5))
+    assert place(10, 0, (0, 1), held={0: 50}, **where) == ((1, 10),)
+
+
+def test_growth_alone_spreads_nothing() -> None:
+    assert place(10, 500, (0, 1), free={0: 100, 1: 100}, reserved={0: 0, 1: 0}) == ((0, 10),)
 
 
 @given(st.data())
@@ -34,13 +45,15 @@ def test_shares_are_as_level_as_room_allows(data: st.DataObject) -> None:
     if not sum(free.values()):
         return
     tokens = data.draw(st.integers(1, sum(free.values())))
-    growth = data.draw(numbers)
-    kept = dict(place(tokens, growth, members, free=free, reserved=reserved, held=held))
+    growth, later = data.draw(numbers), data.draw(numbers)
+    where = {"free": free, "reserved": reserved, "held": held, "later_tokens": later}
+    kept = dict(place(tokens, growth, members, **where))
     assert sum(kept.values()) == tokens
     assert all(0 < kept[i] <= free[i] for i in kept)
     room = {i: max(0, free[i] - reserved[i]) for i in members}
-    wanted = next((w for w in (tokens + growth, tokens) if sum(room.values()) >= w), None)
-    if wanted is None:
+    wishes = (tokens + later + growth, tokens + later)
+    wanted = next((w for w in wishes if sum(room.values()) >= w), sum(room.values()))
+    if sum(room.values()) < tokens:
         wanted, room = tokens, free
     assert all(kept[i] <= room[i] for i in kept)
     most = sorted(room.values(), reverse=True)

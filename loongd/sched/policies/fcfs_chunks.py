@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from loongd.sched.draft import Draft
 from loongd.sched.policy import StartPrefill, View
-from loongd.sched.prefilling import describe_kept, describe_part, find_keepers, put_chunk
+from loongd.sched.prefilling import (
+    describe_kept,
+    describe_part,
+    find_keepers,
+    fit_keepers,
+    put_chunk,
+)
 from loongd.sched.request import Phase, Request
 from loongd.sched.sib import Sib
 from loongd.sched.words import describe_prefill, name_instances
@@ -56,6 +62,7 @@ class NextChunks:
         open_to = sorted(filter(draft.is_prefills_turn, others), key=lambda i: (-draft.room(i), i))
         group = keepers + open_to[: max(0, wanted - len(keepers))]
         most = limits.max_step_tokens * len(group)
+        keepers = fit_keepers(draft, request, keepers, group)
         cached = request.kv_tokens
         placed = put_chunk(draft, request, keepers, dop=len(group), most=most)
         time = describe_prefill(self._sib, len(group), [(cached, placed.num_tokens)])
