@@ -289,7 +289,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.set_defaults(run=run_story)
 
     one = commands.add_parser("profile", help="measure how fast the workers are, and keep it")
-    one.add_argument("--quick", action="store_true", help="about a minute for each two instances")
+    one.add_argument("--quick", action="store_true", help="a minute or two, on CPUs some minutes")
     what = one.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare predictions with new steps")
     what.add_argument("--out", metavar="FILE", help="default: the daemon's state directory")

@@ -267,9 +267,7 @@ def show_requests(server: Server) -> None:
 
     print(f"\n--- 3. a prompt of about {LONG_PROMPT_TOKENS:,} tokens: a diary that hides a fact")
     print("       (the keeper hid the golden key under the blue boat)")
-    print(
-        "       the prefill runs on all instances; on few cores it takes a while ...\n", flush=True
-    )
+    print("       it runs on several instances; on few cores that takes a while ...\n", flush=True)
     answer = stream_chat(server, long_question(server), 48)
     found = "found the fact" if "boat" in answer.text.lower() else "did not find the fact"
     print(f"\n  (the model {found}; one of 135M parameters often does not, served anywhere)")

@@ -86,7 +86,7 @@ def picture(text: str) -> Path:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="tools/simulate", description=__doc__)
+    parser = Parser(prog="tools/simulate", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     tokens = whole(1)
     add("--trace", type=Path, required=True, help="CSV(.gz): arrival_s,input_len,output_len")
@@ -115,7 +115,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-batched-tokens", type=tokens, default=LIMITS.max_num_batched_tokens)
     add("--prefill-wait", type=real(1e9), default=LIMITS.max_prefill_wait_s, help="bound, seconds")
     add("--check", action="store_true", help="check all invariants after each event (slow)")
-    add("--json", type=output, help="write the summary here")
+    add("--json", type=output, metavar="FILE", help="write the summary here")
     add(
         "--picture",
         type=picture,
@@ -151,6 +151,11 @@ def simulate(args: argparse.Namespace) -> None:
     if args.rate is not None:
         trace = at_rate(trace, args.rate)
     profile = load_profile(args.profile, PROFILES)
+    if args.policy == "static_tp" and args.instances > 1:
+        raise ConfigError(
+            f"--policy static_tp is one instance, not {args.instances}: choose a profile of "
+            "that tp and --instances 1; several instances side by side are --policy replicas"
+        )
     system = System(args.policy, profile, args.instances, args.slots).limited(
         max_num_batched_tokens=args.max_batched_tokens,
         max_prefill_wait_s=args.prefill_wait,

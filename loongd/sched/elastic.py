@@ -255,13 +255,14 @@ class ElasticPrefill:
         step_s = self._sib.prefill_s(dop, [(cached, num_tokens)])
         where = f"of {request.request_id} on {name_instances(members)} (DoP {dop})"
         kept = describe_kept([placed])
+        all_s = self._left_s(dop, cached=cached, left=left)
         fewer = ""
         if dop > 1:
             fewer_s = self._left_s(dop - 1, cached=cached, left=left)
-            fewer = f" ({fewer_s:.3f} s with one instance less)"
+            slots = ", had it the slots" if fewer_s < all_s else ""
+            fewer = f" ({fewer_s:.3f} s with one instance less{slots})"
         if num_tokens == left and not cached:
             return f"{what} {where}, predicted {step_s:.3f} s{fewer}; {kept}"
-        all_s = self._left_s(dop, cached=cached, left=left)
         return (
             f"{what} {where}, predicted {step_s:.3f} s of {all_s:.3f} s left{fewer}, so that "
             f"others get in between; {kept}"

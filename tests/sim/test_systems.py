@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -290,3 +291,21 @@ def test_command_line(tmp_path):
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("tools/simulate: error: policy 'magic' is unknown")
     assert wrong.stderr.count("\n") == 1
+
+
+def test_a_prompt_that_fits_no_single_instance_ends_with_as_much_on_each():
+    """It starts on the one instance where nobody decodes, and goes on with the other."""
+    trace = [TracedRequest(0.0, 2_000, 900), TracedRequest(1.0, 50_000, 4)]
+    options = Options(record_steps=True, check=True, max_tokens=16, reserve_tokens=16)
+    result = System("loongserve", A800, 2, 30_000).run(trace, options)
+    kept = dict.fromkeys((0, 1), 0)
+    for step in result.steps:
+        if step.kind == "prefill" and any(name == "r1" for name, _ in step.items):
+            ((_, count),) = step.items
+            words = step.reason.rpartition("keep ")[2].partition(";")[0]
+            alone = re.match(r"all on instance (\d)", words)
+            parts = re.findall(r"([\d,]+) on (\d)", words)
+            for number, where in [(str(count), alone[1])] if alone else parts:
+                kept[int(where)] += int(number.replace(",", ""))
+    assert sum(kept.values()) == 50_000
+    assert abs(kept[0] - kept[1]) < 2_000
