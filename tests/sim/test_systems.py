@@ -294,8 +294,8 @@ def test_command_line(tmp_path):
 
 
 def test_a_prompt_that_fits_no_single_instance_ends_with_as_much_on_each():
-    """It starts on the one instance where nobody decodes, and goes on with the other."""
-    trace = [TracedRequest(0.0, 2_000, 900), TracedRequest(1.0, 50_000, 4)]
+    """It starts on the one instance where nobody decodes, and goes on with the other too."""
+    trace = [TracedRequest(0.0, 2_000, 150), TracedRequest(1.0, 50_000, 4)]
     options = Options(record_steps=True, check=True, max_tokens=16, reserve_tokens=16)
     result = System("loongserve", A800, 2, 30_000).run(trace, options)
     kept = dict.fromkeys((0, 1), 0)
@@ -308,4 +308,4 @@ def test_a_prompt_that_fits_no_single_instance_ends_with_as_much_on_each():
             for number, where in [(str(count), alone[1])] if alone else parts:
                 kept[int(where)] += int(number.replace(",", ""))
     assert sum(kept.values()) == 50_000
-    assert abs(kept[0] - kept[1]) < 2_000
+    assert abs(kept[0] - kept[1]) < 5_000, "and not as many as one has room for"
