@@ -67,7 +67,7 @@ def key_rounds(shares: Shares) -> tuple[KeyRound, ...]:
         sum(_held(item, sender) for item in shares.items if sender in item.key_holders)
         for sender in senders
     )
-    most = piece_tokens(min(len(senders), shares.dop - 1), most_held, shares.row_bytes)
+    most = piece_tokens(len(senders), most_held, shares.row_bytes)
     leaving = [i for i in shares.items if not stays(shares, i) and i.rows[0] < i.rows[1]]
     own = pieces([len(item.cached_slots) for item in leaving], most)
     out = _leaving(shares, most)
