@@ -83,9 +83,9 @@ def piece_tokens(num_holders: int, most_held: int, row: RowBytes) -> int:
     """Tokens of one holder's keys in a round.
 
     A power of two of holders share a round, so that a member takes in, and gathers to send,
-    `round_tokens` at most altogether, and pieces stay whole for the libraries. More than `_MANY_ROUNDS` grow instead, for each costs some
-    0.3 ms a layer: 1,536 tokens of 8B over 700,000 on one of two H200 took 0.84 s in 22 rounds,
-    where half of them alone take 0.61 s.
+    `round_tokens` at most altogether, and pieces stay whole for the libraries. Rather than more
+    than `_MANY_ROUNDS` they are larger, for each costs some 0.3 ms a layer: 1,536 tokens of 8B over
+    700,000 on one of two H200 took 0.84 s in 22 rounds, where half of them alone take 0.61 s.
 
     Args:
         num_holders: holders that send keys.
