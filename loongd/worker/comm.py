@@ -13,7 +13,8 @@ from __future__ import annotations
 import datetime
 import queue
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -122,10 +123,26 @@ class DistTransport:
         ops = [dist.P2POp(dist.isend, tensor, self._worker(peer)) for peer, tensor in sends]
         ops += [dist.P2POp(dist.irecv, tensor, self._worker(peer)) for peer, tensor in receives]
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
-        return _Works(dist.batch_isend_irecv(ops) if ops else [], [t for _, t in sends])
+        with _reaching():
+            return _Works(dist.batch_isend_irecv(ops) if ops else [], [t for _, t in sends])
 
     def _worker(self, instance: int) -> int:
         return instance * self._size + self._offset
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    """What the library says of another worker that is gone, as one line: that is no fault here.
+
+    Raises WorkerError for it. Memory that runs out stays what it is.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise WorkerError(f"another worker does not answer: {first}") from error
 
 
 class DistTensorParallel:
@@ -141,17 +158,20 @@ class DistTensorParallel:
         self._group = group
 
     def all_reduce(self, x_TD: Tensor) -> None:
-        dist.all_reduce(x_TD, group=self._group)
+        with _reaching():
+            dist.all_reduce(x_TD, group=self._group)
 
     def all_gather(self, x_BV: Tensor) -> Tensor:
         parts = [torch.empty_like(x_BV) for _ in range(self.size)]
-        dist.all_gather(parts, x_BV.contiguous(), group=self._group)
+        with _reaching():
+            dist.all_gather(parts, x_BV.contiguous(), group=self._group)
         return torch.cat(parts, dim=1)
 
     def smallest(self, value: int, device: torch.device) -> int:
         """The smallest of the ranks' values."""
         everyones = torch.tensor([value], dtype=torch.int64, device=device)
-        dist.all_reduce(everyones, dist.ReduceOp.MIN, group=self._group)
+        with _reaching():
+            dist.all_reduce(everyones, dist.ReduceOp.MIN, group=self._group)
         return int(everyones)
 
 
@@ -163,8 +183,9 @@ class _Works:
         self._held = held
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with _reaching():
+            for work in self._works:
+                work.wait()
         self._held.clear()
 
 
