@@ -216,9 +216,10 @@ def run_config_check(args: argparse.Namespace) -> int:
     # Here and not above: msgspec and tomllib would slow down every other command.
     from loongd import config, errors  # noqa: PLC0415
 
-    path, _ = config.config_file(os.environ, args.file)
+    path, must_exist = config.config_file(os.environ, args.file)
+    is_there = must_exist or Path(path).exists()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8") if is_there else ""
         file = config.parse_toml(text, file_name=path)
         settings = config.merge(file, os.environ, {}, file_name=path)
     except (OSError, UnicodeDecodeError) as error:
@@ -228,7 +229,8 @@ def run_config_check(args: argparse.Namespace) -> int:
     if args.dump:
         print(config.dump_toml(settings), end="")
     else:
-        print(f"{path}: good" + ("" if settings.model else "; it names no model"))
+        what = path if is_there else f"environment (there is no {path})"
+        print(f"{what}: good" + ("" if settings.model else "; no model is named"))
     return 0
 
 

@@ -284,6 +284,19 @@ def test_config_check(
     assert capsys.readouterr().err == expected
 
 
+def test_config_check_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The usual one may be missing, one that is asked for by name may not."""
+    path = tmp_path / "none.toml"
+    monkeypatch.setattr("loongd.config.DEFAULT_FILE", str(path))
+    assert ctl.main(["config", "check"]) == 0
+    expected = f"environment (there is no {path}): good; no model is named\n"
+    assert capsys.readouterr().out == expected
+    assert ctl.main(["config", "check", str(path)]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
 # ---- which socket -----------------------------------------------------------------------------
 
 
