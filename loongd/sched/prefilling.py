@@ -44,6 +44,8 @@ def put_chunk(
         draft.forget_reservation(request)
     room = sum(max(0, draft.room(i)) for i in keepers) or sum(draft.free[i] for i in keepers)
     chunk = fit_chunk(min(most, room), dop, left=request.left_tokens)
+    # one keeper keeps all, whatever it holds
+    holders = request.holders if len(keepers) > 1 else ()
     keep = place(
         chunk,
         request.growth_tokens,
@@ -51,7 +53,7 @@ def put_chunk(
         free=draft.free,
         reserved=draft.reserved,
         later_tokens=request.left_tokens - chunk,
-        held={i: draft.view.tokens_on(request, i) for i in request.holders},
+        held={i: draft.view.tokens_on(request, i) for i in holders},
     )
     placed = Placed(request, keep, choose_master(draft, keep))
     if is_new:

@@ -63,6 +63,8 @@ def test_a_rehearsal_launches_nothing(ahead: dict[str, Any]) -> None:
 
 def test_each_variant_is_compiled_once_and_before_the_start(ahead: dict[str, Any]) -> None:
     assert set(ahead["rehearsed"]) >= KERNELS
+    in_both_types, with_and_without_filters = 2, 2
+    assert ahead["rehearsed"].count("weigh_part") == in_both_types * with_and_without_filters
     assert len(ahead["compiled"]) == len(set(ahead["compiled"])) == len(ahead["rehearsed"])
     assert ahead["late"] == []
 

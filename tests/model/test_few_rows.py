@@ -84,7 +84,7 @@ class TwoRanks:
         x_TD.mul_(2)
 
     def all_gather(self, x_BV: Tensor) -> Tensor:
-        raise NotImplementedError
+        return torch.cat([x_BV, x_BV], dim=1)
 
 
 @pytest.mark.parametrize("ranks", [None, TwoRanks()], ids=["alone", "ranks"])
