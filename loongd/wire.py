@@ -230,9 +230,17 @@ class Progress(_Message, frozen=True, tag=2):
     fraction: float
 
 
+class PaddedSizes(msgspec.Struct, frozen=True):
+    """Numbers of new tokens, ascending, to which small prefill steps are padded: those of new
+    prompts alone, and those with older tokens."""
+
+    prompts: list[int]
+    chunks: list[int]
+
+
 class Ready(_Message, frozen=True, tag=3):
-    """Start-up is over; `pool_tokens` slots are free. `padded_sizes` are the numbers of new tokens,
-    ascending, to which small prefill steps on this instance alone are padded."""
+    """Start-up is over; `pool_tokens` slots are free. `padded_sizes` are by number of members,
+    where small steps are padded."""
 
     instance: int
     pool_tokens: int
@@ -240,7 +248,7 @@ class Ready(_Message, frozen=True, tag=3):
     weights_bytes: int
     device_name: str
     attention_backend: str
-    padded_sizes: list[int] = []
+    padded_sizes: dict[int, PaddedSizes] = {}
 
 
 class StepDone(_Message, frozen=True, tag=4):

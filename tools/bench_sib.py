@@ -119,9 +119,8 @@ def refit(found: dict[str, Any]) -> dict[str, Any]:
             ]
             for phase in ("prefill", "launch")
         )
-        replayed = old.detail if old.small is None else old.small.detail
-        sizes = () if replayed is None else replayed.padded_sizes
-        prefill.append(fit_measured(old.dop, points, launches, sizes))
+        sizes = [small.detail.padded_sizes for small in old.small]
+        prefill.append(fit_measured(old.dop, points, launches, *(2 * sizes)[:2]))
     decode = []
     for fit in profile.decode:
         steps = [

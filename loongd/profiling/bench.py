@@ -22,7 +22,7 @@ import msgspec
 
 from loongd.exclusive import Exclusive
 from loongd.profiling.grid import NUM_BLOCKS
-from loongd.wire import Extend, RunMigrate, RunStep, Sampling, pack_tokens
+from loongd.wire import Extend, PaddedSizes, RunMigrate, RunStep, Sampling, pack_tokens
 
 _NUM_TINY = 16
 _TINY_TOKENS = 16
@@ -58,9 +58,10 @@ class Bench:
         return [ready.instance for ready in self._exclusive.instances]
 
     @property
-    def padded_sizes(self) -> tuple[int, ...]:
-        """New tokens to which small prefill steps of one instance are padded."""
-        return tuple(self._exclusive.instances[0].padded_sizes)
+    def padded_sizes(self) -> PaddedSizes:
+        """New tokens to which small prefill steps of the group are padded; none, if none are."""
+        told = self._exclusive.instances[0].padded_sizes
+        return told.get(len(self._members), PaddedSizes([], []))
 
     @property
     def pool_tokens(self) -> int:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from statistics import median, median_low
 
 from loongd.sched.sib_detail import LONG_CACHED_TOKENS, LONG_NEW_TOKENS
+from loongd.wire import PaddedSizes
 
 Items = tuple[tuple[int, int], ...]
 NUM_BLOCKS = 128
@@ -51,6 +52,9 @@ _SMALL_CHUNKS = ((16384, 31), (8192, 79), (5376, 119), (1024, 200))
 """Cached tokens of each member, about, and new tokens."""
 _LONG_CHUNKS = (8192, 4096)
 """Cached tokens of each member under a few more than the fewest new ones of a long chunk."""
+_REPLAYED_CHUNKS = ((2048, 1900), (6144, 1500), (12288, 1100), (6144, 600), (1024, 800))
+"""Cached tokens of each member, about, and new tokens, of the larger replays on a group."""
+_NOT_PADDED = PaddedSizes([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,21 +237,23 @@ def _middling(tokens: int) -> int:
 
 
 def launch_sizes(
-    longest: int, block_tokens: int, limit: int, dop: int, padded_sizes: Sequence[int] = ()
+    longest: int, block_tokens: int, limit: int, dop: int, padded: PaddedSizes = _NOT_PADDED
 ) -> list[Items]:
     """Steps so small that a GPU waits for its host: prompts, chunks, and chunks that are long by
     `sched.sib_detail`; up to `longest` new tokens, and `limit` tokens a request. Chunks read
-    multiples of `block_tokens`. With `padded_sizes` each also as much larger as it must be to be
-    no replay."""
+    multiples of `block_tokens`. Where steps are `padded` each also as much larger as it must be to
+    be no replay, and on a group more of the larger chunks that are."""
 
     def chunk(tokens: int, new: int) -> Items:
         most = min(NUM_BLOCKS, max(limit - new, 0) // block_tokens)
         return ((min(max(round(tokens * dop / block_tokens), 1), most) * block_tokens, new),)
 
-    long = LONG_NEW_TOKENS * dop * 5 // 4
-    more = padded_sizes[-1] if padded_sizes else 0
-    chunks = [chunk(tokens, new + m) for tokens, new in _SMALL_CHUNKS for m in sorted({0, more})]
+    more, more_chunk = max(padded.prompts, default=0), max(padded.chunks, default=0)
+    long = max(LONG_NEW_TOKENS * dop, more_chunk if dop > 1 else 0) * 5 // 4
+    larger = sorted({0, more_chunk})
+    chunks = [chunk(tokens, new + m) for tokens, new in _SMALL_CHUNKS for m in larger]
     longs = [chunk(tokens, long) for tokens in _LONG_CHUNKS]
+    chunks += [chunk(*one) for one in _REPLAYED_CHUNKS] if more_chunk and dop > 1 else []
     batches = [
         ((0, new + m // count),) * count for count, new in _SMALL_BATCHES for m in sorted({0, more})
     ]

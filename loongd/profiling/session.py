@@ -108,11 +108,10 @@ class Session:
             bench.block_tokens,
             self._most_cached,
             limit=self._limit,
-            padded_sizes=bench.padded_sizes,
+            padded_sizes=bench.padded_sizes.prompts,
         )
-        small = grid.launch_sizes(
-            self._longest, bench.block_tokens, bench.max_tokens, dop, bench.padded_sizes
-        )
+        replays = bench.padded_sizes
+        small = grid.launch_sizes(self._longest, bench.block_tokens, bench.max_tokens, dop, replays)
         prefills, launches = ([(s, self._prefill_job(s)) for s in of] for of in (sizes, small))
         rows = [
             self._row(size, num_masters)
@@ -130,7 +129,8 @@ class Session:
                 dop,
                 _keep(found, "prefill", dop, prefills),
                 _keep(found, "launch", dop, launches),
-                bench.padded_sizes,
+                replays.prompts,
+                replays.chunks,
             )
         )
         for num_masters in _masters(dop):

@@ -79,7 +79,8 @@ SMALL_ITEMS = 32
 SMALL_PAIRS = 10 << 20
 SMALL_GROUP_PAIRS = 24 << 20
 """Limits of steps that the workers replay: on one instance `worker.prefill_layout`, on a group
-`worker.group_layout`, there the pairs of each member."""
+`worker.striped_layout`, and with older tokens `worker.group_layout`, there the pairs of each
+member."""
 
 
 class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,50 +174,73 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SmallLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Which prefill steps are replayed: those of at most `most_items` requests, `most_tokens` new
-    tokens, and `most_pairs` pairs of a new token and a cached one (a new one too if `own_paired`);
-    requests of fewer than `least_paired` new tokens count none."""
+    """Which prefill steps are replayed in one way: those of at most `most_items` requests,
+    `most_tokens` new tokens, and `most_pairs` pairs of a new token and a cached one (a new one too
+    if `own_paired`); requests of fewer than `least_paired` new tokens count none. Without
+    `prompts` only those with cached tokens."""
 
     most_items: int
     most_tokens: int
     most_pairs: int
     least_paired: int
     own_paired: bool
+    prompts: bool = True
 
     def covers(self, items: Sequence[tuple[int, int]]) -> bool:
         """Whether a step of (cached, new) tokens is one of them."""
-        new = pairs = 0
+        new = pairs = most_cached = 0
         for cached, count in items:
             new += count
+            most_cached = max(most_cached, cached)
             if count >= self.least_paired:
                 pairs += count * (cached + count if self.own_paired else cached)
         few = len(items) <= self.most_items and new <= self.most_tokens
-        return few and pairs <= self.most_pairs
+        return few and pairs <= self.most_pairs and (self.prompts or most_cached > 0)
 
-    @classmethod
-    def of(cls, dop: int, most_tokens: int) -> SmallLimits:
-        """Those of the workers' graphs: on one instance, or on a group, whose members all compute
-        all new tokens and split the older ones."""
-        alone = dop == 1
-        return cls(
-            most_items=SMALL_ITEMS if alone else SMALL_ITEMS - 1,
-            most_tokens=most_tokens,
-            most_pairs=SMALL_PAIRS if alone else SMALL_GROUP_PAIRS * dop,
-            least_paired=LONG_NEW_TOKENS if alone else 1,
-            own_paired=alone,
+
+def small_limits(dop: int, most_prompt: int, most_chunk: int) -> tuple[SmallLimits, ...]:
+    """Of each way in which the workers replay steps, for the largest sizes of new prompts and of
+    steps with older tokens: on one instance there is one way; the members of a group deal out new
+    prompts, but all compute all of a chunk and split the older tokens."""
+    if dop == 1:
+        alone = SmallLimits(
+            most_items=SMALL_ITEMS,
+            most_tokens=most_prompt,
+            most_pairs=SMALL_PAIRS,
+            least_paired=LONG_NEW_TOKENS,
+            own_paired=True,
         )
+        return (alone,)
+    prompts = SmallLimits(
+        most_items=SMALL_ITEMS - 1,
+        most_tokens=most_prompt,
+        most_pairs=0,
+        least_paired=1,
+        own_paired=False,
+    )
+    chunks = SmallLimits(
+        most_items=SMALL_ITEMS - 1,
+        most_tokens=most_chunk,
+        most_pairs=SMALL_GROUP_PAIRS * dop,
+        least_paired=1,
+        own_paired=False,
+        prompts=False,
+    )
+    return prompts, chunks
 
 
 class SmallSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill steps that are replayed, and their times."""
+    """Prefill steps that are replayed in one way, and their times."""
 
     limits: SmallLimits
     detail: PrefillDetail
 
     @property
     def most_s(self) -> float:
-        """Seconds of the largest fresh prompt of them: no larger fresh ones take less."""
-        return self.detail.time_s([(0, self.limits.most_tokens)])
+        """Seconds of the largest new prompt of them, 0 if there is none: no larger one takes
+        less."""
+        largest = [(0, self.limits.most_tokens)]
+        return self.detail.time_s(largest) if self.limits.prompts else 0.0
 
 
 class DecodeGrid(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,10 +24,10 @@ from loongd.sched.sib_detail import (
     LONG_NEW_TOKENS,
     HostCosts,
     PrefillDetail,
-    SmallLimits,
     SmallSteps,
     Table,
     padded,
+    small_limits,
     tiled,
 )
 from loongd.sched.sib_fit import (
@@ -73,25 +73,25 @@ def fit_measured(
     dop: int,
     points: Sequence[PrefillPoint],
     launches: Sequence[PrefillPoint] = (),
-    padded_sizes: Sequence[int] = (),
+    prompt_sizes: Sequence[int] = (),
+    chunk_sizes: Sequence[int] = (),
 ) -> PrefillFit:
     """The formula and, where it is called for, the detail of a profile's points; `launches` are
-    small steps, which on a GPU its host holds up, unless it replays them padded to `padded_sizes`
-    (new tokens, ascending).
+    small steps, which on a GPU its host holds up, unless it replays them, padded to `prompt_sizes`
+    or, with cached tokens, to `chunk_sizes` (new tokens, ascending).
 
     LoongServe's formula (section 5.2) has one line for all lengths; see `sched.sib_detail`. Here it
     is of prompts and of chunks as a prefill has them; short chunks over much KV, which take as long
     as reading it, are left to the detail. Fewer than twelve points get no detail.
     """
-    small, large, few = _split(dop, points, launches, tuple(padded_sizes))
-    detail, trusted = _prefill_detail(dop, large, few)
-    if small is not None:
-        trusted = [*trusted, *small[1]]
+    replays = _Replays.of(dop, [*points, *launches], (tuple(prompt_sizes), tuple(chunk_sizes)))
+    detail, trusted = _prefill_detail(dop, replays.without(points), replays.without(launches))
+    trusted = [*trusted, *replays.points]
     usual = [p for p in trusted if all(_USUAL * new >= cached for cached, new in p.items)]
     fit = fit_prefill(dop, usual)
     if len(trusted) < _LEAST_POINTS:
         return fit
-    found = msgspec.structs.replace(fit, detail=detail, small=None if small is None else small[0])
+    found = msgspec.structs.replace(fit, detail=detail, small=replays.small)
     times, measured = _times_of(trusted), [point.items for point in trusted]
     plain_s, found_s = (np.array([one.time_s(items) for items in measured]) for one in (fit, found))
     if cost(found_s, times) >= MUST_SAVE * cost(plain_s, times):
@@ -99,24 +99,37 @@ def fit_measured(
     return msgspec.structs.replace(found, error=error_of(found_s, times))
 
 
-def _split(
-    dop: int,
-    points: Sequence[PrefillPoint],
-    launches: Sequence[PrefillPoint],
-    sizes: tuple[int, ...],
-) -> tuple[
-    tuple[SmallSteps, list[PrefillPoint]] | None, Sequence[PrefillPoint], Sequence[PrefillPoint]
-]:
-    """The replayed steps and their times, if there are enough; the other points and launches."""
-    if not sizes:
-        return None, points, launches
-    limits = SmallLimits.of(dop, sizes[-1])
-    replayed = [p for p in (*points, *launches) if limits.covers(p.items)]
-    large = [p for p in points if not limits.covers(p.items)]
-    if min(len(replayed), len(large)) < _LEAST_POINTS:
-        return None, points, launches
-    small = SmallSteps(limits=limits, detail=_device_detail(dop, replayed, sizes=sizes))
-    return (small, replayed), large, [p for p in launches if not limits.covers(p.items)]
+@dataclass(frozen=True, slots=True)
+class _Replays:
+    """The ways in which steps are replayed, each with enough points to tell its times; `points` are
+    those of all."""
+
+    small: tuple[SmallSteps, ...]
+    points: list[PrefillPoint]
+
+    @classmethod
+    def of(
+        cls, dop: int, points: Sequence[PrefillPoint], sizes: tuple[tuple[int, ...], ...]
+    ) -> _Replays:
+        """`sizes` are those of prompts and those of chunks."""
+        if not all(sizes):
+            return cls((), [])
+        small: list[SmallSteps] = []
+        covered: list[PrefillPoint] = []
+        left = list(points)
+        for limits, of in zip(small_limits(dop, sizes[0][-1], sizes[1][-1]), sizes, strict=False):
+            mine = [point for point in left if limits.covers(point.items)]
+            if len(mine) >= _LEAST_POINTS:
+                small.append(SmallSteps(limits=limits, detail=_device_detail(dop, mine, sizes=of)))
+                covered += mine
+            left = [point for point in left if not limits.covers(point.items)]
+        # too few others would tell less alone than with these
+        return cls(tuple(small), covered) if len(left) >= _LEAST_POINTS else cls((), [])
+
+    def without(self, points: Sequence[PrefillPoint]) -> list[PrefillPoint]:
+        """Those that are no replays."""
+        kinds = [one.limits for one in self.small]
+        return [p for p in points if not any(limits.covers(p.items) for limits in kinds)]
 
 
 # ---- prefill -------------------------------------------------------------------------------------

@@ -121,18 +121,17 @@ class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
     max_items: int
     error: FitError | None = None
     detail: PrefillDetail | None = None
-    small: SmallSteps | None = None
+    small: tuple[SmallSteps, ...] = ()
 
     def time_s(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
-        best, small = self.coefficients if self.detail is None else self.detail, self.small
-        if small is None:
-            return best.time_s(items)
-        if small.limits.covers(items):
-            return small.detail.time_s(items)
-        if any(cached for cached, _ in items):
-            return best.time_s(items)
-        return max(best.time_s(items), small.most_s)
+        for small in self.small:
+            if small.limits.covers(items):
+                return small.detail.time_s(items)
+        seconds = (self.coefficients if self.detail is None else self.detail).time_s(items)
+        if not self.small or any(cached for cached, _ in items):
+            return seconds
+        return max(seconds, *(small.most_s for small in self.small))
 
 
 class DecodeFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,9 +250,15 @@ def parse_profile(data: str | bytes, *, where: str) -> Profile:
         bad = [name for name, value in numbers.items() if not 0 <= value < float("inf")]
         if bad or fit.dop < 1:
             raise ConfigError(f"{where}: {bad or 'dop'} of dop {fit.dop} must not be negative")
-        small = fit.small.detail if isinstance(fit, PrefillFit) and fit.small else None
-        measured = fit.detail if isinstance(fit, PrefillFit) else fit.grid
-        for one in (small, measured):
-            if one is not None and (fault := one.fault()):
+        for one in _measured(fit):
+            if fault := one.fault():
                 raise ConfigError(f"{where}: dop {fit.dop}: {fault}")
     return profile
+
+
+def _measured(fit: PrefillFit | DecodeFit) -> list[PrefillDetail | DecodeGrid]:
+    """What measurements add to the formula."""
+    if isinstance(fit, DecodeFit):
+        return [] if fit.grid is None else [fit.grid]
+    replays = [small.detail for small in fit.small]
+    return [*replays, *([] if fit.detail is None else [fit.detail])]

@@ -19,12 +19,13 @@ from loongd.kernels.dispatch import pick
 from loongd.kernels.merge import merge_state_
 from loongd.worker.captured import storing
 from loongd.worker.group_layout import (
+    GROUP_BUCKETS,
     MOST_EXCHANGED_TOKENS,
     GroupNumbers,
     GroupShape,
     GroupWork,
 )
-from loongd.worker.peers import PartialBoxes, box_bytes, map_buffers
+from loongd.worker.peers import PartialBoxes, box_bytes, map_buffers, partial_length
 from loongd.worker.prefill_graphs import PrefillParts, StepGraphs
 from loongd.worker.prefill_layout import BUCKETS
 
@@ -35,13 +36,13 @@ class GroupSpace:
     def __init__(self, parts: PrefillParts, rank: int, boxes: PartialBoxes | None) -> None:
         """Without `boxes` nothing can be exchanged."""
         spec, device = parts.spec, parts.kv.device
-        sizes = (BUCKETS[-1], spec.num_heads)
+        sizes = (GROUP_BUCKETS[-1], spec.num_heads)
         self.rank = rank
         self.boxes = boxes
         self.out_TNH = torch.zeros(*sizes, spec.head_dim, dtype=torch.float32, device=device)
         self.lse_TN = torch.zeros(sizes, dtype=torch.float32, device=device)
         num_sent = MOST_EXCHANGED_TOKENS if boxes is not None else 0
-        length = num_sent * spec.num_heads * (spec.head_dim + 1)
+        length = partial_length(num_sent, spec.num_heads, spec.head_dim)
         self.partial = torch.zeros(length, dtype=torch.float32, device=device)
 
     @classmethod
@@ -52,9 +53,8 @@ class GroupSpace:
         """
         if world_size == 1:
             return None
-        sizes = (parts.spec.num_heads, parts.spec.head_dim)
-        length = box_bytes(world_size, MOST_EXCHANGED_TOKENS, *sizes)
-        mapped = map_buffers(length, parts.kv.device)
+        length = partial_length(MOST_EXCHANGED_TOKENS, parts.spec.num_heads, parts.spec.head_dim)
+        mapped = map_buffers(box_bytes(world_size, length, torch.float32), parts.kv.device)
         boxes = None
         if mapped is not None:
             boxes = PartialBoxes(
@@ -78,7 +78,7 @@ class GroupStep:
         self._attend = pick("attend", parts.kv.device)
         bucket, spec = shape.bucket, parts.spec
         self._state = space.out_TNH[:bucket], space.lse_TN[:bucket]
-        self._partial = space.partial[: bucket * spec.num_heads * (spec.head_dim + 1)]
+        self._partial = space.partial[: partial_length(bucket, spec.num_heads, spec.head_dim)]
         self.numbers = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=parts.kv.device)
         views = self.numbers.split_with_sizes(shape.sizes)
         self._tokens_T, self._positions_T, self._slots_T, self._rows_B = views[:4]
@@ -177,19 +177,21 @@ class GroupGraphs:
         targets = others if rank in work.holders else ()
         return self._shape(work.bucket, work.holders, targets)
 
-    def capture(self) -> Iterator[float]:
-        """Run all kernels once, which compiles what has to be, and capture the steps in which
-        nothing is exchanged; yields the fraction done. The others when they are first needed."""
+    def capture(self, most_alone: int = BUCKETS[-1]) -> Iterator[float]:
+        """Run all kernels once, which compiles what has to be, and capture the steps of at most
+        `most_alone` new tokens in which nothing is exchanged; yields the fraction done. The others
+        when they are first needed."""
         rank = self._space.rank
-        for number, bucket in enumerate(reversed(BUCKETS)):
-            if self._space.boxes is not None and bucket <= MOST_EXCHANGED_TOKENS:
+        for number, bucket in enumerate(reversed(GROUP_BUCKETS)):
+            if self._space.boxes is not None:
                 # this worker is its own peer
                 self._step(self._shape(bucket, (rank,), (rank,))).run()
-            alone = self._shape(bucket, (), ())
-            self._step(alone).run()
-            torch.cuda.synchronize(self._parts.kv.device)
-            self._graphs.graph(alone)
-            yield (number + 1) / len(BUCKETS)
+            if bucket <= most_alone:
+                alone = self._shape(bucket, (), ())
+                self._step(alone).run()
+                torch.cuda.synchronize(self._parts.kv.device)
+                self._graphs.graph(alone)
+            yield (number + 1) / len(GROUP_BUCKETS)
 
     def launch(self, step: GroupNumbers) -> Tensor | None:
         """Start a step; as `StepGraphs.launch`."""

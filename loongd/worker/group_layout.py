@@ -23,7 +23,10 @@ from loongd.worker.prefill_layout import BUCKETS, MOST_REQUESTS, PrefillShape, t
 from loongd.worker.slot_table import SlotTable
 from loongd.worker.validate import check_held, validate
 
-MOST_EXCHANGED_TOKENS = BUCKETS[-1]
+GROUP_BUCKETS = (*BUCKETS, 1280, 1536, 2048)
+"""Numbers of new tokens for which there are graphs; fewer are padded. A group's launches cost its
+hosts 60 to 150 ms, so that larger steps than those alone gain by one."""
+MOST_EXCHANGED_TOKENS = GROUP_BUCKETS[-1]
 """Most new tokens of a step with older ones. The padded ones' results travel too: for 1,024 and 32
 heads of 128 it is 17 MB to each member and layer, 50 to 150 us on NVLink."""
 MOST_EXCHANGED_PAIRS = 24 << 20
@@ -46,7 +49,7 @@ class GroupWork:
     def of(cls, step: RunStep) -> GroupWork | None:
         """None for a step that has to run another way, on all of its members."""
         fits = len(step.members) > 1 and 0 < len(step.batch) < MOST_REQUESTS
-        if not fits or not all(map(_is_plain, step.batch)):
+        if not fits or not all(map(is_plain, step.batch)):
             return None
         total, pairs = 0, dict.fromkeys(step.members, 0)
         active: set[int] = set()
@@ -56,24 +59,24 @@ class GroupWork:
             for holder, held in zip(extend.holders, extend.holder_tokens, strict=True):
                 pairs[holder] += count * held
             active.update(instance for instance, kept in extend.keep if kept)
-            active.update(_drawer(step, extend))
+            active.update(draws(step, extend))
         holders = tuple(member for member in step.members if pairs[member])
         most = MOST_EXCHANGED_TOKENS if holders else BUCKETS[-1]
         if total > most or max(pairs.values()) > MOST_EXCHANGED_PAIRS:
             return None
         workers = tuple(m for m in step.members if m in active or m in holders)
-        bucket = next(bucket for bucket in BUCKETS if bucket >= total)
+        bucket = next(bucket for bucket in GROUP_BUCKETS if bucket >= total)
         return cls(bucket, holders, workers)
 
 
-def _is_plain(extend: Extend) -> bool:
+def is_plain(extend: Extend) -> bool:
     """Whether a request is striped and its plan says where all older tokens are."""
     told = len(extend.holders) == len(extend.holder_tokens)
     all_held = told and sum(extend.holder_tokens) == extend.start
     return extend.master is None and len(extend.tokens) > 0 and all_held
 
 
-def _drawer(step: RunStep, extend: Extend) -> Iterator[int]:
+def draws(step: RunStep, extend: Extend) -> Iterator[int]:
     """The member that draws the request's next token, as in every striped step; none if none."""
     if extend.sampling is not None:
         yield step.members[(len(extend.tokens) // 4 - 1) % len(step.members)]
@@ -110,13 +113,13 @@ class GroupShape:
         For each new token: token, position, slot (-1: not kept here); new token of each row of the
         last layer; tiles and ends of attention to new keys, and to older ones if any are here.
         """
-        cuts = (self.new, self.older) if self.holds else (self.new,)
-        tiles = [size for cut in cuts for size in (5 * cut.num_tiles, _ends_size(cut))]
-        return (*[self.bucket] * 3, self.new.num_rows, *tiles)
+        older = tile_sizes(self.older) if self.holds else ()
+        return (*[self.bucket] * 3, self.new.num_rows, *tile_sizes(self.new), *older)
 
 
-def _ends_size(cut: PrefillShape) -> int:
-    return -(-(cut.num_tiles + 1) // 4) * 4
+def tile_sizes(cut: PrefillShape) -> tuple[int, int]:
+    """Lengths of `padded_tiles`, flat, multiples of 16 bytes."""
+    return 5 * cut.num_tiles, -(-(cut.num_tiles + 1) // 4) * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +161,9 @@ def lay_out_group(
         last = first + len(ids)
         tokens[0, first:last] = ids
         tokens[1, first:last] = np.arange(extend.start, extend.start + len(ids))
-        _keep(extend, rank, kv, tokens[2, first:last], grown)
+        take_kept(extend, rank, kv, tokens[2, first:last], grown)
         spans.append((first, last, first, last))
-        if rank in _drawer(step, extend):
+        if rank in draws(step, extend):
             rows[len(sampled)] = last - 1
             sampled.append(extend)
         first = last
@@ -168,9 +171,9 @@ def lay_out_group(
         # rows of padding see nothing, which makes them zeros, whatever was there before
         spans.append((first, shape.bucket, 0, 0))
         older.append((first, shape.bucket, 0, 0))
-    parts = [tokens.ravel(), rows, *_padded(spans, shape.new, causal=True)]
+    parts = [tokens.ravel(), rows, *padded_tiles(spans, shape.new, causal=True)]
     if shape.holds:
-        parts += _padded(older, shape.older, causal=False)
+        parts += padded_tiles(older, shape.older, causal=False)
     return GroupNumbers(shape, np.concatenate(parts), tuple(sampled))
 
 
@@ -190,7 +193,7 @@ def _older_spans(step: RunStep, rank: int, table: SlotTable) -> list[tuple[int, 
     return spans
 
 
-def _keep(
+def take_kept(
     extend: Extend,
     rank: int,
     kv: KvCache,
@@ -208,9 +211,9 @@ def _keep(
         first += count
 
 
-def _padded(
+def padded_tiles(
     spans: list[tuple[int, int, int, int]], cut: PrefillShape, *, causal: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """As `tiles_of`, with as many ends as have room."""
     tiles, ends = tiles_of(spans, cut, causal=causal)
-    return tiles, np.pad(ends, (0, _ends_size(cut) - len(ends)), mode="edge")
+    return tiles, np.pad(ends, (0, tile_sizes(cut)[1] - len(ends)), mode="edge")

@@ -1,13 +1,13 @@
 """Memory that the workers of a node write into each other, for exchanges without the host.
 
 Knows: where what one worker writes for another lies, and its flags: a question (queries) and an
-answer (partial output, log-sum-exp), or partial results that nobody has asked for. Every worker
-has one buffer with a part for each worker that may write to it.
+answer (partial output, log-sum-exp), or messages that nobody has asked for. Every worker has one
+buffer with a part for each worker that may write to it.
 Does not know: layers, steps, who asks whom.
 
 A pair's question and answer each have one place: the next question leaves only after the answer
-to the one before has been used, so nothing is overwritten before it was read. Partial results have
-one place too, and a flag on the way back that says when it is free.
+to the one before has been used, so nothing is overwritten before it was read. Messages have one
+place too, and a flag on the way back that says when it is free.
 """
 
 from __future__ import annotations
@@ -100,19 +100,63 @@ class PeerMemory:
 class _Box:
     """One worker's for another: what the other writes here, and the flags that it raises here."""
 
-    partial: Tensor
+    message: Tensor
     full: Tensor
     taken: Tensor
     """The other has read what this worker wrote into its box."""
 
 
-class PartialBoxes:
-    """Partial results that workers send each other: float32 outputs and log-sum-exps of some rows.
+class Boxes:
+    """What workers send each other unasked: from each to each a box for one message.
 
-    A box is empty or full. `send` fills one, `await_partial` waits for that, `take` says that it
+    A box is empty or full. `send` fills one, `await_message` waits for that, `take` says that it
     has been read and `await_taken` waits for that: to be called between two `send` to one peer,
     and after the last one, so that every exchange finds all boxes empty and all flags 0.
     """
+
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        rank: int,
+        *,
+        length: int,
+        dtype: torch.dtype,
+        owner: object = None,
+    ) -> None:
+        """`buffers`: as for `PeerMemory`, at least `box_bytes` long; a message has at most `length`
+        elements; `owner` is kept with the buffers."""
+        self._owner = owner
+        self._rank = rank
+        self._kernels = pick("signal", buffers[rank].device)
+        shapes = _box_shapes(length, dtype)
+        self._boxes = [
+            [_Box(*_cut(buffer, source, shapes)) for source in range(len(buffers))]
+            for buffer in buffers
+        ]
+
+    def send(self, peer: int, message: Tensor) -> None:
+        """Write a (contiguous) message into the (empty) box of `peer`."""
+        box = self._boxes[peer][self._rank]
+        self._kernels.push_rows(message, box.message, box.full)
+
+    def await_taken(self, peer: int) -> None:
+        """Hold this stream until `peer` has read what was sent last."""
+        self._kernels.await_flag(self._boxes[self._rank][peer].taken)
+
+    def await_message(self, peer: int, num_elements: int) -> Tensor:
+        """What `peer` has sent, of so many elements, once it is there."""
+        box = self._boxes[self._rank][peer]
+        self._kernels.await_flag(box.full, self._kernels.push_counts(num_elements))
+        return box.message[:num_elements]
+
+    def take(self, peer: int) -> None:
+        """Tell `peer` that its message has been read by all that this stream has done."""
+        self._kernels.raise_flag(self._boxes[peer][self._rank].taken)
+
+
+class PartialBoxes(Boxes):
+    """Partial results that workers send each other: float32 outputs and log-sum-exps of some
+    rows."""
 
     def __init__(
         self,
@@ -124,16 +168,10 @@ class PartialBoxes:
         head_dim: int,
         owner: object = None,
     ) -> None:
-        """`buffers`: as for `PeerMemory`, at least `box_bytes` long; `owner` is kept with them."""
-        self._owner = owner
-        self._rank = rank
+        """`max_rows` is the most rows of a partial result; else as `Boxes`."""
+        length = partial_length(max_rows, num_heads, head_dim)
+        super().__init__(buffers, rank, length=length, dtype=torch.float32, owner=owner)
         self._heads = (num_heads, head_dim)
-        self._kernels = pick("signal", buffers[rank].device)
-        shapes = _box_shapes(max_rows, num_heads, head_dim)
-        self._boxes = [
-            [_Box(*_cut(buffer, source, shapes)) for source in range(len(buffers))]
-            for buffer in buffers
-        ]
 
     def parts(self, partial: Tensor) -> tuple[Tensor, Tensor]:
         """The output (R, N, H) and the log-sum-exp (R, N) in a partial result, as views."""
@@ -142,26 +180,9 @@ class PartialBoxes:
         out, lse = partial.split_with_sizes((num_rows * heads * head_dim, num_rows * heads))
         return out.view(num_rows, heads, head_dim), lse.view(num_rows, heads)
 
-    def send(self, peer: int, partial: Tensor) -> None:
-        """Write a partial result into the (empty) box of `peer`."""
-        box = self._boxes[peer][self._rank]
-        self._kernels.push_rows(partial, box.partial, box.full)
-
-    def await_taken(self, peer: int) -> None:
-        """Hold this stream until `peer` has read what was sent last."""
-        self._kernels.await_flag(self._boxes[self._rank][peer].taken)
-
     def await_partial(self, peer: int, num_rows: int) -> tuple[Tensor, Tensor]:
         """`parts` of what `peer` has sent for so many rows, once it is there."""
-        box = self._boxes[self._rank][peer]
-        heads, head_dim = self._heads
-        partial = box.partial[: num_rows * heads * (head_dim + 1)]
-        self._kernels.await_flag(box.full, self._kernels.push_counts(partial.numel()))
-        return self.parts(partial)
-
-    def take(self, peer: int) -> None:
-        """Tell `peer` that its partial result has been read by all that this stream has done."""
-        self._kernels.raise_flag(self._boxes[peer][self._rank].taken)
+        return self.parts(self.await_message(peer, partial_length(num_rows, *self._heads)))
 
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -173,9 +194,14 @@ def _shapes(max_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) ->
     return ((rows, dtype), (rows, torch.float32), (rows[:2], torch.float32), flag, flag)
 
 
-def _box_shapes(max_rows: int, num_heads: int, head_dim: int) -> Shapes:
+def _box_shapes(length: int, dtype: torch.dtype) -> Shapes:
     flag = ((1,), torch.int32)
-    return (((max_rows * num_heads * (head_dim + 1),), torch.float32), flag, flag)
+    return (((length,), dtype), flag, flag)
+
+
+def partial_length(num_rows: int, num_heads: int, head_dim: int) -> int:
+    """Elements of a partial result of so many rows."""
+    return num_rows * num_heads * (head_dim + 1)
 
 
 def _part_bytes(shapes: Shapes) -> list[int]:
@@ -190,9 +216,9 @@ def buffer_bytes(
     return world_size * sum(_part_bytes(_shapes(max_rows, num_heads, head_dim, dtype)))
 
 
-def box_bytes(world_size: int, max_rows: int, num_heads: int, head_dim: int) -> int:
-    """Length of one worker's buffer in `PartialBoxes`."""
-    return world_size * sum(_part_bytes(_box_shapes(max_rows, num_heads, head_dim)))
+def box_bytes(world_size: int, length: int, dtype: torch.dtype) -> int:
+    """Length of one worker's buffer in `Boxes`."""
+    return world_size * sum(_part_bytes(_box_shapes(length, dtype)))
 
 
 def _cut(buffer: Tensor, source: int, shapes: Shapes) -> list[Tensor]:

@@ -14,16 +14,25 @@ from typing import Any
 from torch import Tensor
 
 from loongd.model.sampler import begin_sample
-from loongd.wire import Extend, RunStep, Sampling
+from loongd.wire import Extend, PaddedSizes, RunStep, Sampling
 from loongd.worker.flight import Airborne, Flight, Landed, Undrawn
 from loongd.worker.group_graphs import GroupGraphs, GroupSpace
-from loongd.worker.group_layout import GroupShape, GroupWork, lay_out_group
+from loongd.worker.group_layout import GROUP_BUCKETS, GroupShape, GroupWork, lay_out_group
 from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
 from loongd.worker.prefill_layout import BUCKETS, PrefillShape, bucket_of, lay_out_prefill
+from loongd.worker.striped_graphs import StripedGraphs
+from loongd.worker.striped_layout import (
+    LEAST_TOKENS,
+    StripedShape,
+    StripedWork,
+    lay_out_striped,
+    padded_sizes,
+)
 from loongd.worker.validate import validate
 
-StepShape = PrefillShape | GroupShape | GroupWork
-"""Of a step alone, of one on a group, and of one on a group in which this member has no part."""
+StepShape = PrefillShape | StripedShape | GroupShape | GroupWork
+"""Of a step alone, of one on a group that shares its rows, or whose members compute all of them,
+and of one in which this member has no part."""
 
 
 class Prefiller:
@@ -35,12 +44,17 @@ class Prefiller:
         graphs: PrefillGraphs,
         rank: int,
         group: GroupGraphs | None = None,
+        striped: StripedGraphs | None = None,
+        *,
+        num_instances: int = 1,
     ) -> None:
-        """Without `group`, steps on several instances run another way."""
+        """Without `group` and `striped`, steps on several instances run another way."""
         self._parts = parts
         self._graphs = graphs
         self._rank = rank
         self._group = group
+        self._striped = striped
+        self._num_instances = num_instances
 
     @classmethod
     def build(cls, parts: PrefillParts, rank: int, world_size: int, pool: Any) -> Prefiller:
@@ -50,25 +64,39 @@ class Prefiller:
         """
         space = GroupSpace.map(parts, rank, world_size)
         group = GroupGraphs(parts, space, pool) if space is not None else None
-        return cls(parts, PrefillGraphs(parts, pool), rank, group)
+        striped = StripedGraphs.map(parts, rank, world_size, pool)
+        alone = PrefillGraphs(parts, pool)
+        return cls(parts, alone, rank, group, striped, num_instances=world_size)
 
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Numbers of new tokens to which steps are padded."""
-        return BUCKETS
+    def padded_sizes(self) -> dict[int, PaddedSizes]:
+        """As a worker tells them (`wire.Ready`)."""
+        alone, chunks = list(BUCKETS), list(GROUP_BUCKETS)
+        sizes = {1: PaddedSizes(alone, alone)}
+        for dop in range(2, self._num_instances + 1):
+            prompts = alone if self._striped is None else padded_sizes(dop)
+            sizes[dop] = PaddedSizes(prompts, chunks)
+        return sizes
 
     def capture(self) -> Iterator[float]:
         """Capture all buckets; yields the fraction done."""
-        kinds = [graphs for graphs in (self._graphs, self._group) if graphs is not None]
-        for number, graphs in enumerate(kinds):
-            for fraction in graphs.capture():
-                yield (number + fraction) / len(kinds)
+        captures = [self._graphs.capture()]
+        if self._group is not None:
+            most_alone = BUCKETS[-1] if self._striped is None else LEAST_TOKENS - 1
+            captures.append(self._group.capture(most_alone))
+        if self._striped is not None:
+            captures.append(self._striped.capture())
+        for number, capture in enumerate(captures):
+            for fraction in capture:
+                yield (number + fraction) / len(captures)
 
     def shape_of(self, step: RunStep) -> StepShape | None:
         """The step's shape; None when it must run another way, on all of its members."""
         bucket = bucket_of(step, self._rank)
         if bucket is not None:
             return self._graphs.shape_of(bucket)
+        dealt = None if self._striped is None else StripedWork.of(step)
+        if self._striped is not None and dealt is not None:
+            return self._striped.shape_of(dealt)
         work = None if self._group is None else GroupWork.of(step)
         if self._group is None or work is None or not self._group.can_run(work):
             return None
@@ -83,6 +111,8 @@ class Prefiller:
             match shape:
                 case PrefillShape():
                     flight = self._alone(step, shape, grown)
+                case StripedShape():
+                    flight = self._dealt(step, shape, grown)
                 case GroupShape():
                     flight = self._together(step, shape, grown)
                 case GroupWork():
@@ -99,6 +129,11 @@ class Prefiller:
         assert self._group is not None
         numbers = lay_out_group(step, shape, self._parts.kv, self._parts.table, grown)
         return self._draw(self._group.launch(numbers), numbers.sampled)
+
+    def _dealt(self, step: RunStep, shape: StripedShape, grown: list[tuple[int, int]]) -> Flight:
+        assert self._striped is not None
+        numbers = lay_out_striped(step, shape, self._parts.kv, grown)
+        return self._draw(self._striped.launch(numbers), numbers.sampled)
 
     def _draw(self, hidden_BD: Tensor | None, sampled: tuple[Extend, ...]) -> Flight:
         """As the eager way does it: the head is one product, launched while the layers run."""

@@ -152,7 +152,7 @@ class Runner:
             weights_bytes=parts.weights_bytes,
             device_name=device_name(parts.device),
             attention_backend=parts.backend.name,
-            padded_sizes=[] if self._prefiller is None else list(self._prefiller.buckets),
+            padded_sizes={} if self._prefiller is None else self._prefiller.padded_sizes(),
         )
 
     def audit(self) -> Audit:

@@ -8,136 +8,62 @@ nobody can wait for another, so that there only steps run in which nothing is ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from cluster_kit import CPU, GREEDY, Cluster, Sequence
+from cluster_kit import CPU, GREEDY, Cluster
+from graph_kit import NUM_INSTANCES, GraphCluster, advance, make_pair, same_pools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from loongd.errors import PlanError
-from loongd.wire import Extend, RunStep, Sampled, Sampling, pack_tokens
-from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
-from loongd.worker.decoder import Decoder
+from loongd.wire import Extend, RunStep, Sampling, pack_tokens
 from loongd.worker.group_graphs import GroupGraphs, GroupSpace
 from loongd.worker.group_layout import (
     MOST_EXCHANGED_TOKENS,
     GroupShape,
     GroupWork,
 )
-from loongd.worker.peers import PartialBoxes, box_bytes
+from loongd.worker.peers import PartialBoxes, box_bytes, partial_length
 from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
 from loongd.worker.prefiller import Prefiller
-from loongd.worker.runner import Runner
-from loongd.worker.slot_table import SlotTable
 
-NUM_INSTANCES = 4
 DRAWN = Sampling(temperature=1.0, seed=5, num_logprobs=2)
-Pair = tuple[Sequence, Sequence]
-RunNow = Callable[[RunStep], list[Sampled]]
 
 
-class GroupCluster(Cluster):
-    """Runners whose small steps on groups run as graphs do, and no other way."""
+class GroupCluster(GraphCluster):
+    """All members compute all new tokens."""
 
     def __init__(self, llama_dir: Path, device: torch.device = CPU) -> None:
-        super().__init__(llama_dir, NUM_INSTANCES, device=device)
-        sizes = (MOST_EXCHANGED_TOKENS, self.spec.num_heads, self.spec.head_dim)
-        length = box_bytes(NUM_INSTANCES, *sizes)
-        self.buffers = [
-            torch.zeros(length, dtype=torch.uint8, device=device) for _ in range(NUM_INSTANCES)
-        ]
-        self.exchanges = 0
-        for rank, kv in enumerate(self.pools):
-            table = SlotTable(kv)
-            small = PrefillParts(self._model, self.spec, kv, table)
-            boxes = PartialBoxes(
-                self.buffers, rank, max_rows=sizes[0], num_heads=sizes[1], head_dim=sizes[2]
-            )
-            group = GroupGraphs(small, GroupSpace(small, rank, boxes))
-            parts = DecodeParts(self._model, kv, table, None, self.spec.head_dim**-0.5)
-            runner = Runner(
-                self.runners[rank].parts,
-                rank,
-                self.runners[rank]._pulse,
-                decoder=Decoder(DecodeGraphs(parts), table, kv, rank),
-                prefiller=Prefiller(small, PrefillGraphs(small), rank, group),
-            )
+        self.buffers: list[torch.Tensor] = []
+        super().__init__(llama_dir, device)
 
-            def guarded(step: RunStep, run_now: RunNow = runner._run_now) -> list[Sampled]:
-                assert GroupWork.of(step) is None
-                return run_now(step)
+    def make_prefiller(self, small: PrefillParts, rank: int) -> Prefiller:
+        if not self.buffers:
+            sizes = (MOST_EXCHANGED_TOKENS, self.spec.num_heads, self.spec.head_dim)
+            length = box_bytes(NUM_INSTANCES, partial_length(*sizes), torch.float32)
+            self.buffers = self.make_buffers(length, small.kv.device)
+        group = GroupGraphs(small, GroupSpace(small, rank, self.boxes(rank)))
+        return Prefiller(small, PrefillGraphs(small), rank, group)
 
-            runner._run_now = guarded  # type: ignore[method-assign]
-            self.runners[rank] = runner
+    def has_graph(self, step: RunStep) -> bool:
+        return GroupWork.of(step) is not None
 
-    def all_empty(self) -> bool:
-        """Whether every flag of every box is 0 again."""
-        boxes = [
-            PartialBoxes(
-                self.buffers,
-                rank,
-                max_rows=MOST_EXCHANGED_TOKENS,
-                num_heads=self.spec.num_heads,
-                head_dim=self.spec.head_dim,
-            )
-            for rank in range(NUM_INSTANCES)
-        ]
-        rows = [box for one in boxes for row in one._boxes for box in row]
-        return not any(int(box.full) or int(box.taken) for box in rows)
+    def boxes(self, rank: int) -> PartialBoxes:
+        return PartialBoxes(
+            self.buffers,
+            rank,
+            max_rows=MOST_EXCHANGED_TOKENS,
+            num_heads=self.spec.num_heads,
+            head_dim=self.spec.head_dim,
+        )
 
 
 @pytest.fixture(scope="module")
 def clusters(llama_dir: Path) -> tuple[GroupCluster, Cluster]:
     return GroupCluster(llama_dir), Cluster(llama_dir, NUM_INSTANCES)
-
-
-def _advance(
-    clusters: tuple[GroupCluster, Cluster],
-    members: list[int],
-    work: list[tuple[Pair, int, int | None, list[tuple[int, int]]]],
-    how: Sampling | None,
-) -> None:
-    """The same step on both; drawn tokens are compared and appended."""
-    results = []
-    for side, cluster in enumerate(clusters):
-        one = [(pair[side], count, master, keep) for pair, count, master, keep in work]
-        params = {} if how is None else {pair[side].name: how for pair, *_ in work}
-        results.append(cluster.extend(members, one, sample=how is not None, sampling=params))
-    if how is None:
-        assert results == [{}, {}]
-        return
-    for pair, *_ in work:
-        ours, theirs = (result[pair[0].name] for result in results)
-        assert ours.token == theirs.token
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-        np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
-        for sequence in pair:
-            sequence.tokens[sequence.done :] = [ours.token]
-
-
-def _pair(number: int, length: int) -> Pair:
-    tokens = [(31 * number + 7 * i) % 199 for i in range(length)]
-    return Sequence(str(number), list(tokens)), Sequence(str(number), list(tokens))
-
-
-def _same_pools(clusters: tuple[GroupCluster, Cluster], pairs: list[Pair]) -> None:
-    """Every member holds the same K and V of every request, wherever its slots are."""
-    for side, cluster in enumerate(clusters):
-        cluster.check(*(pair[side] for pair in pairs))
-    for pools in zip(*(cluster.pools for cluster in clusters), strict=True):
-        for pair in pairs:
-            (ours, theirs) = (
-                (pool.positions_of(one.segments), pool.read(pool.slots_of(one.segments)))
-                for pool, one in zip(pools, pair, strict=True)
-            )
-            np.testing.assert_array_equal(ours[0], theirs[0])
-            torch.testing.assert_close(ours[1], theirs[1], atol=1e-3, rtol=1e-3)
-    assert clusters[0].all_empty()
 
 
 @settings(
@@ -151,7 +77,7 @@ def test_any_chunks_on_any_groups(
     for cluster in clusters:
         cluster.reset()
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4), label="lengths")
-    pairs = [_pair(number, length) for number, length in enumerate(lengths)]
+    pairs = [make_pair(number, length) for number, length in enumerate(lengths)]
     for _ in range(data.draw(st.integers(1, 6), label="steps")):
         members = list(data.draw(st.permutations(range(NUM_INSTANCES)), label="order"))
         unfinished = [pair for pair in pairs if pair[0].done < len(pair[0].tokens)]
@@ -184,8 +110,8 @@ def test_any_chunks_on_any_groups(
             keep = [(member, n) for member, n in ((first, cut), (second, count - cut)) if n]
             work.append((pair, count, master, keep))
         how = data.draw(st.sampled_from([GREEDY, DRAWN]), label="sampling") if ends else None
-        _advance(clusters, members, work, how)
-        _same_pools(clusters, pairs)
+        advance(clusters, members, work, how)
+        same_pools(clusters, pairs)
 
 
 def test_nothing_travels_for_a_prompt_without_older_tokens(
@@ -195,12 +121,12 @@ def test_nothing_travels_for_a_prompt_without_older_tokens(
     for cluster in clusters:
         cluster.reset()
     ours = clusters[0]
-    pair = _pair(3, 40)
+    pair = make_pair(3, 40)
     transports = ours.transports
     before = [one.sent_bytes for one in transports]
     # token 39 of 40 is drawn by the last of four members
-    _advance(clusters, [2, 0, 3, 1], [(pair, 40, None, [(2, 25), (0, 15)])], GREEDY)
-    _same_pools(clusters, [pair])
+    advance(clusters, [2, 0, 3, 1], [(pair, 40, None, [(2, 25), (0, 15)])], GREEDY)
+    same_pools(clusters, [pair])
     assert [one.sent_bytes for one in transports] == before
     step = RunStep(step_id=5, epoch=1, members=[2, 0, 3, 1], batch=[_extend(40, keep=[(2, 40)])])
     shapes = [runner._prefiller.shape_of(step) for runner in ours.runners]  # type: ignore[union-attr]
@@ -219,13 +145,13 @@ def test_a_graph_serves_any_prompts_of_its_size(llama_dir: Path, name: str) -> N
             assert runner._prefiller is not None
             assert list(runner._prefiller.capture())[-1] == 1.0
         assert ours.all_empty()
-    pairs = [_pair(number, length) for number, length in enumerate((20, 31, 7, 90))]
+    pairs = [make_pair(number, length) for number, length in enumerate((20, 31, 7, 90))]
     one, two, three, four = pairs
-    _advance(clusters, [0, 1], [(one, 20, None, [(0, 13), (1, 7)])], GREEDY)
-    _advance(clusters, [1, 0], [(two, 31, None, [(1, 31)]), (three, 7, None, [(0, 7)])], DRAWN)
-    _advance(clusters, [2, 3, 0], [(four, 90, None, [(3, 90)])], GREEDY)
-    _advance(clusters, [0], [(three, 1, 0, [])], GREEDY)
-    _same_pools(clusters, pairs)
+    advance(clusters, [0, 1], [(one, 20, None, [(0, 13), (1, 7)])], GREEDY)
+    advance(clusters, [1, 0], [(two, 31, None, [(1, 31)]), (three, 7, None, [(0, 7)])], DRAWN)
+    advance(clusters, [2, 3, 0], [(four, 90, None, [(3, 90)])], GREEDY)
+    advance(clusters, [0], [(three, 1, 0, [])], GREEDY)
+    same_pools(clusters, pairs)
 
 
 class _Counting(PartialBoxes):
@@ -248,8 +174,8 @@ def test_one_message_a_layer_from_each_holder_to_each_other(
     for cluster in clusters:
         cluster.reset()
     ours = clusters[0]
-    pair = _pair(1, 50)
-    _advance(clusters, [0, 1, 2], [(pair, 40, None, [(0, 20), (1, 20)])], None)
+    pair = make_pair(1, 50)
+    advance(clusters, [0, 1, 2], [(pair, 40, None, [(0, 20), (1, 20)])], None)
     counted = []
     for runner in ours.runners:
         boxes = runner._prefiller._group._space.boxes  # type: ignore[union-attr]
@@ -258,7 +184,7 @@ def test_one_message_a_layer_from_each_holder_to_each_other(
         counted.append(boxes)
     # 2 draws (token 9 of 10 by the first member of three), 3 has nothing to do
     try:
-        _advance(clusters, [2, 0, 1, 3], [(pair, 9, None, [(1, 9)])], GREEDY)
+        advance(clusters, [2, 0, 1, 3], [(pair, 9, None, [(1, 9)])], GREEDY)
     finally:
         for boxes in counted:
             boxes.__class__ = PartialBoxes
@@ -282,7 +208,7 @@ def test_a_full_pool_refuses_and_forgets(clusters: tuple[GroupCluster, Cluster])
 def test_rows_of_padding_become_zeros(llama_dir: Path) -> None:
     """Whatever memory held before: nothing of it is merged, sent or kept."""
     cluster = GroupCluster(llama_dir)
-    pair = _pair(2, 30)
+    pair = make_pair(2, 30)
     cluster.extend([0, 1], [(pair[0], 10, None, [(0, 5), (1, 5)])], sample=False)
     spaces = [runner._prefiller._group._space for runner in cluster.runners]  # type: ignore[union-attr]
     for space in spaces:

@@ -20,6 +20,7 @@ from loongd.wire import (
     AuditRequest,
     Extend,
     FreeSegments,
+    PaddedSizes,
     Ready,
     RunMigrate,
     RunStep,
@@ -50,7 +51,7 @@ class FakeWorkers:
     def __init__(self, num_instances: int, *, slow: float = 1.0, spoil: float = 1.0) -> None:
         self.slow = slow
         self.spoil = spoil
-        self.padded_sizes: list[int] = []
+        self.padded_sizes: dict[int, PaddedSizes] = {}
         self.slots: dict[int, Counter[int]] = {i: Counter() for i in range(num_instances)}
         self.num_steps = 0
         self.most_used = 0

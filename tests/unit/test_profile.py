@@ -16,8 +16,8 @@ from loongd.profiling.bench import Bench, even
 from loongd.profiling.facts import device_key
 from loongd.profiling.profiler import ProfileRequest
 from loongd.sched.sib import Sib, default_profile
-from loongd.sched.sib_detail import SmallLimits
-from loongd.wire import StepDone
+from loongd.sched.sib_detail import small_limits
+from loongd.wire import PaddedSizes, StepDone
 
 
 @pytest.fixture(autouse=True)
@@ -216,19 +216,27 @@ def test_small_steps_stay_inside_what_is_asked(dop: int) -> None:
 @pytest.mark.parametrize("dop", [1, 2, 4])
 def test_small_steps_are_measured_beside_replayed_ones_too(dop: int) -> None:
     """Prompts, batches and chunks that are long or not, on both sides of what is replayed."""
-    limits = SmallLimits.of(dop, 1024)
-    sizes = grid.launch_sizes(32_768, 1024, 131_072, dop, (16, 256, 1024))
+    padded = PaddedSizes([16, 256, 1024], [16, 256, 1024 if dop == 1 else 2048])
+    ways = small_limits(dop, padded.prompts[-1], padded.chunks[-1])
+
+    def is_replayed(items: grid.Items) -> bool:
+        return any(limits.covers(items) for limits in ways)
+
+    sizes = grid.launch_sizes(32_768, 1024, 131_072, dop, padded)
     assert len(sizes) == len(set(sizes)) > 20
-    assert set(grid.launch_sizes(32_768, 1024, 131_072, dop)) < set(sizes)
+    plain = set(grid.launch_sizes(32_768, 1024, 131_072, dop))
+    # on a group long chunks that are no replays are longer ones
+    assert {items for items in plain if dop == 1 or items[0][1] < 512 * dop} < set(sizes)
     kinds = set()
     for items in sizes:
         assert max(map(sum, items)) <= 131_072
         is_long = items[0][0] >= 2048 * dop and items[0][1] >= 512 * dop
-        kinds.add((limits.covers(items), len(items) > 1, items[0][0] > 0, is_long))
+        kinds.add((is_replayed(items), len(items) > 1, items[0][0] > 0, is_long))
     batch, prompt, chunk = (True, False, False), (False, False, False), (False, True, False)
     long = (False, True, True)
     assert {(False, *kind) for kind in (batch, prompt, chunk, long)} < kinds
     assert {(True, *kind) for kind in (batch, prompt, chunk)} < kinds
+    assert dop == 1 or max(items[0][1] for items in sizes if is_replayed(items)) >= 1900
 
 
 def sizes_of_gpu(dop: int) -> list[grid.Items]:

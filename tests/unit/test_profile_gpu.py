@@ -16,12 +16,17 @@ from loongd.profiling import grid
 from loongd.profiling.bench import even
 from loongd.profiling.profiler import ProfileRequest
 from loongd.sched.sib import Sib
-from loongd.sched.sib_detail import SmallLimits
-from loongd.wire import Extend, RunStep, Sampling
-from loongd.worker import prefill_layout
-from loongd.worker.group_layout import GroupWork
+from loongd.sched.sib_detail import small_limits
+from loongd.wire import Extend, PaddedSizes, RunStep, Sampling
+from loongd.worker import prefill_layout, striped_layout
+from loongd.worker.group_layout import GROUP_BUCKETS, GroupWork
+from loongd.worker.striped_layout import StripedWork
 
 SIZES = [16, 32, 64, *range(128, 1025, 128)]
+DEALT = [16, 32, 64, 128, *range(256, 1537, 256)]
+"""Of new prompts on two members, which compute half of them each."""
+CHUNKS = [*SIZES, 1280, 1536, 2048]
+"""Of chunks on a group, which all members compute."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 Items = list[tuple[int, int]]
 
@@ -31,8 +36,10 @@ def prefill_s(dop: int, items: Items) -> float:
     new, cached = sum(n for _, n in items), sum(c for c, _ in items)
     tiled = sum(c * 32 * ceil(n / 32) for c, n in items)
     squares = sum(n * n for _, n in items)
-    if new <= SIZES[-1]:  # there is not enough KV here for more pairs than can be replayed
-        rows = next(size for size in SIZES if size >= new)
+    sizes = SIZES if dop == 1 else CHUNKS if cached else DEALT
+    if new <= sizes[-1]:  # there is not enough KV here for more pairs than can be replayed
+        size = next(size for size in sizes if size >= new)
+        rows = size // dop if sizes is DEALT and size >= 256 else size
         products_s = max(0.005, 0.003 + 2e-5 * rows + 0.001 * (rows % 256 == 128))
         return products_s + 5e-10 * squares + (6e-9 * tiled + 2e-8 * cached) / dop
     host_s = 0.012 * dop + 0.001 * len(items) + (0.004 * dop if cached else 0.0)
@@ -51,7 +58,7 @@ class Gpus(FakeWorkers):
 
     def __init__(self, num_instances: int, seed: int) -> None:
         super().__init__(num_instances)
-        self.padded_sizes = SIZES
+        self.padded_sizes = {1: PaddedSizes(SIZES, SIZES), 2: PaddedSizes(DEALT, CHUNKS)}
         self._rng = random.Random(seed)
 
     def time_s(self, step: RunStep) -> float:
@@ -106,13 +113,13 @@ async def test_unseen_batches_are_foreseen(
 async def test_replayed_steps_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     sib = await profiled(2, monkeypatch)
     for fit in sib.profile.prefill:
-        assert fit.small is not None
         assert fit.detail is not None
-        assert fit.small.detail.padded_sizes == tuple(SIZES)
-        assert fit.small.detail.tile_tokens == 32
+        kinds = [SIZES] if fit.dop == 1 else [DEALT, CHUNKS]
+        assert [list(small.detail.padded_sizes) for small in fit.small] == kinds
+        assert fit.small[-1].detail.tile_tokens == 32
         assert fit.detail.padded_sizes == ()
     # a token more is a step of another kind, and never a shorter one
-    assert sib.prefill_s(2, [(0, 1025)]) == pytest.approx(2 * 0.012 + 0.001, rel=0.10)
+    assert sib.prefill_s(2, [(0, 1537)]) == pytest.approx(2 * 0.012 + 0.001, rel=0.10)
     for dop in (1, 2):
         times = [sib.prefill_s(dop, [(0, new)]) for new in range(1, MAX_TOKENS, 8)]
         assert times == sorted(times)
@@ -142,17 +149,20 @@ def step_of(items: Items, dop: int) -> RunStep:
 @pytest.mark.parametrize("dop", [1, 2, 4])
 def test_the_limits_of_replayed_steps_are_those_of_the_workers(dop: int) -> None:
     """So that steps are foreseen as what they are; asked of both for steps around each limit."""
-    limits = SmallLimits.of(dop, prefill_layout.BUCKETS[-1])
+    sizes = prefill_layout.BUCKETS if dop == 1 else striped_layout.padded_sizes(dop)
+    kinds = small_limits(dop, sizes[-1], GROUP_BUCKETS[-1])
     rng = random.Random(dop)
     steps: list[Items] = [[(0, 1)] * count for count in (1, 30, 31, 32, 33)]
     steps += [[(0, 512), (0, new)] for new in (511, 512, 513)]
     for _ in range(400):
-        new = rng.choice([100, 500, 511, 512, 513, 700, 1024])
-        steps.append([(rng.randrange(dop, 200_000), new)] + [(0, 9)] * rng.choice([0, 0, 3]))
+        new = rng.choice([100, 500, 511, 512, 513, 700, 1024, 2048, 2049, sizes[-1]])
+        cached = rng.choice([0, rng.randrange(dop, 200_000)])
+        steps.append([(cached, new)] + [(0, 9)] * rng.choice([0, 0, 3]))
     found = set()
     for items in steps:
         step = step_of(items, dop)
-        alone = prefill_layout.bucket_of(step, 0) if dop == 1 else GroupWork.of(step)
+        alone = dop == 1 and prefill_layout.bucket_of(step, 0) is not None
+        together = dop > 1 and (StripedWork.of(step) or GroupWork.of(step)) is not None
         held = [
             sum(
                 n * dict(zip(e.holders, e.holder_tokens, strict=True)).get(member, 0)
@@ -161,6 +171,7 @@ def test_the_limits_of_replayed_steps_are_those_of_the_workers(dop: int) -> None
             for member in range(dop)
         ]
         if len(set(held)) == 1:  # spread as evenly as is assumed
-            assert limits.covers(items) == (alone is not None), items
-            found.add(alone is None)
+            replayed = any(limits.covers(items) for limits in kinds)
+            assert replayed == (alone or together), items
+            found.add(alone or together)
     assert found == {True, False}

@@ -143,7 +143,7 @@ SMALL = SmallSteps(
 
 def test_replayed_steps_have_times_of_their_own() -> None:
     first, *others = detailed().prefill
-    both = msgspec.structs.replace(first, small=SMALL)
+    both = msgspec.structs.replace(first, small=(SMALL,))
     sib = Sib(msgspec.structs.replace(detailed(), prefill=[both, *others]))
     small, large = SMALL.detail.time_s, DETAIL.time_s
     replayed = [[(0, 256)], [(0, 100), (0, 100)], [(500, 128)], [(0, 20), (2500, 39)]]
@@ -153,7 +153,7 @@ def test_replayed_steps_have_times_of_their_own() -> None:
     # queries of chunks come in tiles, rows in sizes, and nothing larger is faster
     assert sib.prefill_s(1, [(500, 97)]) - sib.prefill_s(1, [(500, 96)]) > 2e-8 * 2 * 500 * 31
     slow = msgspec.structs.replace(SMALL, detail=msgspec.structs.replace(DETAIL, step_s=1.0))
-    assert msgspec.structs.replace(first, small=slow).time_s([(0, 257)]) == slow.most_s > 1.0
+    assert msgspec.structs.replace(first, small=(slow,)).time_s([(0, 257)]) == slow.most_s > 1.0
 
 
 def test_the_first_cached_tokens_cost_more() -> None:
@@ -172,11 +172,11 @@ def test_details_survive_their_file_which_people_can_read() -> None:
     text = dump_profile(detailed())
     assert parse_profile(text, where="x") == detailed()
     first, *others = detailed().prefill
-    small = msgspec.structs.replace(first, small=SMALL)
+    small = msgspec.structs.replace(first, small=(SMALL,))
     both = msgspec.structs.replace(detailed(), prefill=[small, *others])
     assert parse_profile(dump_profile(both), where="x") == both
     bad = msgspec.json.decode(dump_profile(both))
-    bad["prefill"][0]["small"]["detail"]["tile_tokens"] = 0
+    bad["prefill"][0]["small"][0]["detail"]["tile_tokens"] = 0
     with pytest.raises(ConfigError, match="x: dop 1: tile_tokens must be 1 or more"):
         parse_profile(msgspec.json.encode(bad), where="x")
     assert "[ 0.012, 0.013, 0.022 ]" in text
@@ -303,7 +303,7 @@ def test_padded_steps_are_foreseen_by_their_size(seed: int) -> None:
     sizes = grid.prefill_sizes(LONGEST, BLOCK, MOST_CACHED, padded_sizes=PADDED)
     points = [PrefillPoint(i, gpu_replaying(i) * (1 + rng.uniform(-0.01, 0.01))) for i in sizes]
     launches = launch_points(gpu_replaying, 1, rng)
-    fit = fit_measured(1, points, launches, PADDED)
+    fit = fit_measured(1, points, launches, PADDED, PADDED)
     assert fit.detail is not None
     assert fit.detail.fault() == ""
     shortest, longest, next_size = (fit.time_s([(0, n)]) for n in (257, 384, 385))

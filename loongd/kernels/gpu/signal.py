@@ -19,6 +19,9 @@ from torch import Tensor
 _BLOCK = 2048
 _MAX_PROGRAMS = 16
 """Programs of one push: enough for NVLink's latency at the sizes of decode, and few counts."""
+_LARGE_ELEMENTS = 1 << 20
+_MAX_LARGE_PROGRAMS = 64
+"""Of a push of so many elements or more, which takes as long as the link needs for its bytes."""
 
 
 @triton.jit
@@ -49,7 +52,8 @@ def wait_for_flag(flag_ptr, expected):
 
 def push_counts(num_elements: int) -> int:
     """What a push of so many elements adds to the flag."""
-    return max(1, min(_MAX_PROGRAMS, -(-num_elements // _BLOCK)))
+    most = _MAX_PROGRAMS if num_elements < _LARGE_ELEMENTS else _MAX_LARGE_PROGRAMS
+    return max(1, min(most, -(-num_elements // _BLOCK)))
 
 
 def push_rows(source: Tensor, target: Tensor, flag: Tensor) -> None:
