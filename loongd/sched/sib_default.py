@@ -85,9 +85,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         exchange_s: latency of one exchange between members.
         layer_s: launches of one layer.
         item_s: what one more request costs a step (its own kernels, sampling).
-        host_layer_s: the host's work for a layer of a group's prefill, which it launches kernel by
-            kernel while the device computes; one instance alone replays small steps as graphs.
-        host_exchange_s: more of it for each further member.
     """
 
     linear_flops: float
@@ -97,8 +94,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     exchange_s: float
     layer_s: float
     item_s: float
-    host_layer_s: float = 0.8e-3
-    host_exchange_s: float = 1.2e-3
 
 
 _UNKNOWN_GPU = Hardware(
@@ -149,8 +144,6 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             exchange_s=150e-6,
             layer_s=200e-6,
             item_s=500e-6,
-            host_layer_s=0.0,
-            host_exchange_s=0.0,
         ),
     }
 )
@@ -236,13 +229,12 @@ def _weights_s(facts: ModelFacts, hardware: Hardware) -> float:
 def _prefill(facts: ModelFacts, hardware: Hardware, dop: int) -> PrefillFit:
     launches = facts.num_layers * (hardware.layer_s + (dop - 1) * hardware.exchange_s)
     attention = 2 * facts.num_layers * facts.num_heads * facts.head_dim
-    host = hardware.host_layer_s + (dop - 1) * hardware.host_exchange_s if dop > 1 else 0.0
     coefficients = Coefficients(
         alpha_s=launches,
         beta_s=2 * facts.body_parameters / hardware.linear_flops / dop,
         gamma_s=attention / hardware.attention_flops / dop,
         item_s=hardware.item_s + 2 * facts.head_parameters / hardware.linear_flops,
-        floor_s=max(launches, _weights_s(facts, hardware), facts.num_layers * host),
+        floor_s=max(launches, _weights_s(facts, hardware)),
     )
     return PrefillFit(
         dop=dop,

@@ -77,7 +77,7 @@ EARLY_CACHED_TOKENS = 16384
 
 SMALL_ITEMS = 32
 SMALL_PAIRS = 10 << 20
-SMALL_GROUP_PAIRS = 24 << 20
+SMALL_GROUP_PAIRS = 32 << 20
 """Limits of steps that the workers replay: on one instance `worker.prefill_layout`, on a group
 `worker.striped_layout`, and with older tokens `worker.group_layout`, there the pairs of each
 member."""

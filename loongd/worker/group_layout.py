@@ -29,10 +29,11 @@ hosts 60 to 150 ms, so that larger steps than those alone gain by one."""
 MOST_EXCHANGED_TOKENS = GROUP_BUCKETS[-1]
 """Most new tokens of a step with older ones. The padded ones' results travel too: for 1,024 and 32
 heads of 128 it is 17 MB to each member and layer, 50 to 150 us on NVLink."""
-MOST_EXCHANGED_PAIRS = 24 << 20
+MOST_EXCHANGED_PAIRS = 32 << 20
 """Most (new token, older key) pairs of one holder. They take 1.5 ns each in 32 layers of 32 heads
-of 128 at 360 TFLOP/s, so 38 ms; with 30 ms for 1,024 tokens that is what a group's launches cost
-without a graph. Beyond, members should share the work, and keys travel from one side."""
+of 128 at 360 TFLOP/s, so 50 ms; with 45 ms for 2,048 tokens that is what a group's launches cost
+without a graph (2,000 tokens over 8,192 of 7B on two H200: 62 ms against 57 to 136). Beyond,
+members should share the work, and keys travel from one side."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,14 @@ from loongd.worker.kvcache import KvCache
 from loongd.worker.prefill_layout import MOST_REQUESTS, PrefillShape
 from loongd.worker.validate import validate
 
-ROWS: tuple[int, ...] = (64, 128, 192, *range(256, 1025, 128), 1280, 1536)
-"""New tokens of a member for which there are graphs; fewer are padded."""
+ROWS: tuple[int, ...] = (64, 128, 192, *range(256, 1025, 128), 1280, 1536, 2048, 2560)
+"""New tokens of a member for which there are graphs; fewer are padded. With more the devices take
+longer than hosts do to launch kernels one by one (7B on two H200: 70 to 95 ms), and those overlap
+what travels."""
 LEAST_TOKENS = 257
 """New tokens of a step from which they are dealt out: reading the weights takes as long for fewer,
 so that each member computes all of them and nothing travels."""
-MOST_SENT_ROWS = 3072
+MOST_SENT_ROWS = ROWS[-1]
 """Most rows that a member sends in a layer, copies for other members counted: they travel while
 nothing is computed, 16 KB each with 32 key heads of 128, 0.1 to 0.2 ms altogether."""
 
