@@ -15,8 +15,9 @@ at the same time; the slower one counts:
     T = max(host, device)
 A chunk is a request with cached tokens: its queries travel, so it costs more than a fresh prompt
 of its length; and few queries take as long as reading what they attend to, hence `cached`. Kernels
-take queries in tiles, so `tiles` rounds them up. The first new tokens of a chunk cost more, `few`,
-and the first cached ones, `early`: libraries attend faster to many keys with many queries. A long
+take queries in tiles, so `tiles` rounds them up; those that fit into half a tile are taken by a
+kernel of smaller tiles. The first new tokens of a chunk cost more, `few`, and the first cached
+ones, `early`: libraries attend faster to many keys with many queries. A long
 chunk is one whose attention the kernels cut into pieces, each with launches of its own. `rows`
 is what the linear layers take for so many rows: linear between measured points, for products of
 matrices have a best size.
@@ -63,8 +64,11 @@ def padded(sizes: Sequence[int], tokens: int) -> int:
     return sizes[at] if at < len(sizes) else tokens
 
 
-def tiled(tokens: int, tile_tokens: int) -> int:
-    """`tokens` rounded up to whole tiles."""
+def tiled(tokens: int, tile_tokens: int, half_tokens: int = 0) -> int:
+    """`tokens` rounded up to whole tiles; half a tile or less is as good as `half_tokens`, unless
+    that is 0."""
+    if half_tokens and 2 * tokens <= tile_tokens:
+        return half_tokens
     return -(-tokens // tile_tokens) * tile_tokens
 
 
@@ -106,7 +110,8 @@ class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill time of one degree of parallelism; the module says what each number means. `host`
     is None where the device was always the slower one; `padded_sizes` (ascending) are the numbers
-    of new tokens to which steps are padded, and queries of chunks come in `tile_tokens`."""
+    of new tokens to which steps are padded, and queries of chunks come in `tile_tokens`; half
+    of that or fewer count as `half_tokens`, unless it is 0."""
 
     step_s: float
     item_s: float
@@ -125,6 +130,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     early_s: float = 0.0
     early_tokens: int = EARLY_CACHED_TOKENS
     tile_tokens: int = 1
+    half_tokens: int = 0
 
     def time_s(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
@@ -136,7 +142,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
                 chunks += 1
                 chunk_tokens += count
                 cached_tokens += cached
-                queries = tiled(count, self.tile_tokens)
+                queries = tiled(count, self.tile_tokens, self.half_tokens)
                 cross += 2 * cached * queries
                 few += 2 * cached * min(queries, self.few_tokens)
                 early += 2 * min(cached, self.early_tokens) * count

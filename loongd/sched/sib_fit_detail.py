@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -62,6 +63,8 @@ _USUAL = 16
 """A chunk of a long prefill is more than one of so many parts of what came before it."""
 _TILES = (1, 16, 32, 64, 128)
 """Numbers of queries that kernels may take at a time; the measured times say which it is."""
+_HALVES = (4, 5, 6, 7)
+"""Eighths of a tile that half of one may count as."""
 _FIXED = 10
 """Columns of `_device_features`."""
 _LAUNCHED = slice(1, 4)
@@ -205,20 +208,23 @@ def _device_detail(
     host: HostCosts | None = None,
     sizes: tuple[int, ...] = (),
 ) -> PrefillDetail:
-    """With the tiles that suit the times best, and with dearer early keys, if that is much better
-    than without."""
-    few_tokens, early_tokens = LONG_NEW_TOKENS * dop, EARLY_CACHED_TOKENS * dop
-    best = _with_blocks(points, host, sizes, _Blocks(1, few_tokens, 0))
+    """With the tiles that suit the times best, and with dearer early keys and half tiles of their
+    own, if each is much better than without."""
+    plain = _Blocks(LONG_NEW_TOKENS * dop)
+    best = _with_blocks(points, host, sizes, plain)
     least = _cost_of(best, points)
-    for early in (0, early_tokens):
-        tried = [
-            _with_blocks(points, host, sizes, _Blocks(tile_tokens, few_tokens, early))
-            for tile_tokens in _TILES
-        ]
-        costs = [_cost_of(detail, points) for detail in tried]
-        if min(costs) < MUST_SAVE * least:
-            least = min(costs)
-            best = tried[costs.index(least)]
+    for early in (0, EARLY_CACHED_TOKENS * dop):
+        for halves in ((0,), _HALVES):
+            tried = [
+                _with_blocks(
+                    points, host, sizes, _Blocks(plain.few_tokens, tile, early, tile * half // 8)
+                )
+                for tile, half in product(_TILES, halves)
+            ]
+            costs = [_cost_of(detail, points) for detail in tried]
+            if min(costs) < MUST_SAVE * least:
+                least = min(costs)
+                best = tried[costs.index(least)]
     return best
 
 
@@ -233,6 +239,7 @@ def _with_blocks(
         _detail(work.fit(), host, work.knots),
         padded_sizes=sizes,
         tile_tokens=blocks.tile_tokens,
+        half_tokens=blocks.half_tokens,
         few_tokens=blocks.few_tokens,
         early_tokens=blocks.early_tokens,
     )
@@ -253,9 +260,10 @@ def _times_of(points: Sequence[PrefillPoint]) -> Floats:
 class _Blocks:
     """Numbers of tokens of `sched.sib_detail`."""
 
-    tile_tokens: int
     few_tokens: int
-    early_tokens: int
+    tile_tokens: int = 1
+    early_tokens: int = 0
+    half_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +318,8 @@ def _device_features(point: PrefillPoint, blocks: _Blocks) -> tuple[float, ...]:
     """1, requests, several, chunks, their new and their cached tokens, squares, crosses, those of
     the first new tokens and of the first cached ones."""
     items = point.items
-    chunks = [(cached, new, tiled(new, blocks.tile_tokens)) for cached, new in items if cached]
+    tile, half = blocks.tile_tokens, blocks.half_tokens
+    chunks = [(cached, new, tiled(new, tile, half)) for cached, new in items if cached]
     return (
         1.0,
         float(len(items)),
