@@ -4,8 +4,10 @@ Knows: the arithmetic of chunks, from the SIB. Does not know: who waits, where a
 
 A chunk is predicted to take the bound at most. Each one costs the step's fixed time again
 (launches, exchanges, and the host's work around it); where that would be more than
-`OVERHEAD_SHARE` of the chunk, the chunk is longer, and others wait so much longer: a prompt never
-loses more than this share to being cut while nobody else waits.
+`OVERHEAD_SHARE` of the chunk, the chunk is longer, and others wait so much longer: a prompt loses
+no more than this share to being cut while nobody else waits. A measured profile knows more of what
+a chunk adds: few queries over a long prefix are slower than many, so that no chunk is long enough.
+One that loses a share of its time to that may be twice that share longer than the bound, no more.
 
 Lengths are rounded to a few sizes, the same for every prompt: GPU libraries plan for each pair of
 lengths (45 to 80 ms with cuDNN, once), and equal parts keep the group's members in step. The last
@@ -20,6 +22,8 @@ from loongd.sched.policy import Limits
 from loongd.sched.sib import Coefficients, Sib
 
 OVERHEAD_SHARE = 0.05
+PATIENCE = 2.0
+_SURELY = 1.001
 HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
@@ -38,8 +42,19 @@ def overhead_s(coefficients: Coefficients) -> float:
 
 
 def least_s(coefficients: Coefficients) -> float:
-    """The shortest chunk, in seconds, that loses no more than its share to the overhead."""
+    """The shortest chunk, in seconds, that loses no more than its share to the overhead, by the
+    formula alone."""
     return max(overhead_s(coefficients) / OVERHEAD_SHARE, coefficients.floor_s)
+
+
+def added_s(sib: Sib, dop: int, *, cached: int, size: int) -> float:
+    """What one more chunk adds to a prefill that has come so far, by all that the profile knows:
+    twice `size` tokens in two chunks beside in one. By the formula alone it is the fixed time."""
+    first, second, both = (
+        sib.prefill_s(dop, [(before, new)])
+        for before, new in ((cached, size), (cached + size, size), (cached, 2 * size))
+    )
+    return max(first + second - both, 0.0)
 
 
 def largest_within(coefficients: Coefficients, *, cached: int, time_s: float) -> int:
@@ -85,12 +100,31 @@ def _step(each: int) -> int:
 def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> int:
     """New tokens of the next chunk of a prefill that has `left` tokens to go."""
     coefficients = sib.prefill_coefficients(dop)
-    least = largest_within(coefficients, cached=cached, time_s=least_s(coefficients))
+    most = limits.max_step_tokens * dop
     within = largest_within(coefficients, cached=cached, time_s=limits.max_prefill_wait_s)
-    most = max(aligned_down(within, dop), aligned_up(least, dop))
+    if left <= min(within, most):
+        return left
+    least = largest_within(coefficients, cached=cached, time_s=least_s(coefficients))
+    size = max(aligned_down(within, dop), aligned_up(least, dop))
     if not sib.profile.measured:
-        most = max(most, LEAST_UNMEASURED * dop)
-    return fit_chunk(min(max(most, within), limits.max_step_tokens * dop), dop, left=left)
+        size = max(size, LEAST_UNMEASURED * dop)
+    while size < min(most, left):
+        lost = _lost_share(sib, dop, cached=cached, size=size)
+        longer, longest_s = (
+            aligned_up(size + 1, dop),
+            limits.max_prefill_wait_s * (1 + PATIENCE * lost),
+        )
+        # by the formula alone sizes are found already: what is left of a rounding decides nothing
+        if lost <= _SURELY * OVERHEAD_SHARE or sib.prefill_s(dop, [(cached, longer)]) > longest_s:
+            break
+        size = longer
+    return fit_chunk(min(max(size, within), most), dop, left=left)
+
+
+def _lost_share(sib: Sib, dop: int, *, cached: int, size: int) -> float:
+    """Of a chunk of this size, what it adds to the prefill; 1 at most."""
+    more_s = added_s(sib, dop, cached=cached, size=size) + HOST_S
+    return min(more_s / max(sib.prefill_s(dop, [(cached, size)]), 1e-9), 1.0)
 
 
 def fit_chunk(most: int, dop: int, *, left: int) -> int:
@@ -101,12 +135,12 @@ def fit_chunk(most: int, dop: int, *, left: int) -> int:
 def left_s(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> float:
     """Predicted seconds until a prefill is done on `dop` instances alone, in chunks.
 
-    Counts them as if all took as long as the next one.
+    Counts them as if all were as one half way: they get smaller as much as later ones take longer.
     """
-    coefficients = sib.prefill_coefficients(dop)
     once_s = sib.prefill_s(dop, [(cached, left)])
-    chunk = next_chunk(sib, dop, cached=cached, left=left, limits=limits)
-    if chunk == left:
+    if next_chunk(sib, dop, cached=cached, left=left, limits=limits) == left:
         return once_s
-    num_chunks = ceil(once_s / max(1e-9, sib.prefill_s(dop, [(cached, chunk)])))
-    return once_s + (coefficients.alpha_s + coefficients.item_s) * (num_chunks - 1)
+    middle = cached + left // 2
+    size = next_chunk(sib, dop, cached=middle, left=left, limits=limits)
+    more_s = added_s(sib, dop, cached=middle, size=size)
+    return once_s + more_s * (max(ceil(left / size), 2) - 1)
