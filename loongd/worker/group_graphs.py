@@ -17,7 +17,6 @@ from torch import Tensor
 
 from loongd.kernels.dispatch import pick
 from loongd.kernels.merge import merge_state_
-from loongd.worker.captured import storing
 from loongd.worker.group_layout import (
     GROUP_BUCKETS,
     MOST_EXCHANGED_TOKENS,
@@ -89,15 +88,8 @@ class GroupStep:
 
     def run(self) -> None:
         """All layers, into `hidden_BD`: the wanted rows. Reads nothing on the host."""
-        positions = self._positions_T.long()
-        self.hidden_BD = self._parts.model.forward(
-            self._tokens_T.long(),
-            positions,
-            positions + 1,
-            self._attention,
-            rows_B=self._rows_B.long(),
-            store=storing(self._parts.kv, self._slots_T),
-        )
+        numbers = (self._tokens_T, self._positions_T, self._slots_T, self._rows_B)
+        self.hidden_BD = self._parts.forward(*numbers, self._attention)
         self._await_taken()
 
     def _attention(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from loongd.kernels.dispatch import pick
 from loongd.kernels.gpu.plan import Tiling, extend_tiling
-from loongd.model.llama import Llama
+from loongd.model.llama import Attention, Llama
 from loongd.model.spec import ModelSpec
 from loongd.worker.captured import Captured, capture, graph_pool, storing
 from loongd.worker.kvcache import KvCache
@@ -56,6 +56,26 @@ class PrefillParts:
         """Query heads that share keys."""
         return self.spec.num_heads // self.spec.num_kv_heads
 
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        rows_B: Tensor,
+        attention: Attention,
+    ) -> Tensor:
+        """All layers over tokens at their positions: hidden states (B, D) of the wanted rows. Their
+        K and V go to these slots, none to -1. Reads nothing on the host."""
+        positions_T = positions_T.long()
+        return self.model.forward(
+            tokens_T.long(),
+            positions_T,
+            positions_T + 1,
+            attention,
+            rows_B=rows_B.long(),
+            store=storing(self.kv, slots_T),
+        )
+
 
 class PrefillStep:
     """The kernels of one bucket over fixed tensors; run as it is, or captured."""
@@ -90,15 +110,8 @@ class PrefillStep:
         """All layers, into `hidden_BD`: the wanted rows. Reads nothing on the host."""
         parts = self._parts
         parts.table.slots_S.index_copy_(0, self._entries_T.long(), self._slots_T)
-        positions = self._positions_T.long()
-        self.hidden_BD = parts.model.forward(
-            self._tokens_T.long(),
-            positions,
-            positions + 1,
-            self._attention,
-            rows_B=self._rows_B.long(),
-            store=storing(parts.kv, self._slots_T),
-        )
+        numbers = (self._tokens_T, self._positions_T, self._slots_T, self._rows_B)
+        self.hidden_BD = parts.forward(*numbers, self._attention)
 
     def _attention(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """As `loongd.model.llama.Attention`; the last layer gives the wanted rows alone."""

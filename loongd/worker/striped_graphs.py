@@ -20,7 +20,6 @@ from torch import Tensor
 from loongd.kernels.dispatch import pick
 from loongd.kernels.merge import merge_state_
 from loongd.kernels.pool import store_kv
-from loongd.worker.captured import storing
 from loongd.worker.peers import Boxes, box_bytes, map_buffers
 from loongd.worker.prefill_graphs import PrefillParts, StepGraphs
 from loongd.worker.striped_layout import ROWS, StripedNumbers, StripedShape, StripedWork, most_rows
@@ -78,15 +77,8 @@ class StripedStep:
 
     def run(self) -> None:
         """All layers, into `hidden_BD`: the wanted rows. Reads nothing on the host."""
-        positions = self._positions_T.long()
-        self.hidden_BD = self._parts.model.forward(
-            self._tokens_T.long(),
-            positions,
-            positions + 1,
-            self._attention,
-            rows_B=self._rows_B.long(),
-            store=storing(self._parts.kv, self._slots[0]),
-        )
+        numbers = (self._tokens_T, self._positions_T, self._slots[0], self._rows_B)
+        self.hidden_BD = self._parts.forward(*numbers, self._attention)
         self._await_taken()
 
     def _attention(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster_kit import CPU, Cluster, Sequence
+from cluster_kit import CPU, GREEDY, Cluster, Sequence
 
-from loongd.wire import RunStep, Sampled, Sampling
+from loongd.wire import Extend, RunStep, Sampled, Sampling, pack_tokens
 from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decoder import Decoder
 from loongd.worker.peers import Boxes
@@ -93,16 +93,38 @@ def advance(
         one = [(pair[side], count, master, keep) for pair, count, master, keep in work]
         params = {} if how is None else {pair[side].name: how for pair, *_ in work}
         results.append(cluster.extend(members, one, sample=how is not None, sampling=params))
-    if how is None:
-        assert results == [{}, {}]
-        return
-    for pair, *_ in work:
+    same_draws(results, [pair for pair, *_ in work] if how is not None else [])
+
+
+def same_draws(results: list[dict[str, Sampled]], pairs: list[Pair]) -> None:
+    """Both clusters have drawn the same for these requests alone; the tokens are appended."""
+    assert [len(result) for result in results] == [len(pairs)] * 2
+    for pair in pairs:
         ours, theirs = (result[pair[0].name] for result in results)
         assert ours.token == theirs.token
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
         for sequence in pair:
             sequence.tokens[sequence.done :] = [ours.token]
+
+
+def make_extend(
+    count: int, *, keep: list[tuple[int, int]], held: dict[int, int] | None = None
+) -> Extend:
+    """A request of a plan with so many new tokens; `held` are older ones by instance."""
+    held = held or {}
+    return Extend(
+        request_id="r",
+        tokens=pack_tokens([i % 199 for i in range(count)]),
+        start=sum(held.values()),
+        master=None,
+        segment=999,
+        keep=keep,
+        cached=[1] if held else [],
+        holders=list(held),
+        sampling=GREEDY,
+        holder_tokens=list(held.values()),
+    )
 
 
 def make_pair(number: int, length: int) -> Pair:

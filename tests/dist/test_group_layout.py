@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 from attention_kit import CPU
+from graph_kit import make_extend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from loongd.wire import Extend, RunStep, Sampling, pack_tokens
+from loongd.wire import Extend, RunStep, pack_tokens
 from loongd.worker.group_layout import (
     MOST_EXCHANGED_PAIRS,
     MOST_EXCHANGED_TOKENS,
@@ -22,40 +23,22 @@ from loongd.worker.prefill_layout import MOST_REQUESTS, PrefillShape
 from loongd.worker.slot_table import SlotTable
 
 
-def _extend(
-    count: int, *, held: dict[int, int] | None = None, keep: list[tuple[int, int]]
-) -> Extend:
-    held = held or {}
-    return Extend(
-        request_id="r",
-        tokens=pack_tokens([i % 199 for i in range(count)]),
-        start=sum(held.values()),
-        master=None,
-        segment=999,
-        keep=keep,
-        cached=[1] if held else [],
-        holders=list(held),
-        sampling=Sampling(),
-        holder_tokens=list(held.values()),
-    )
-
-
 def _work(*extends: Extend, members: tuple[int, ...] = (0, 1, 2)) -> GroupWork | None:
     return GroupWork.of(RunStep(step_id=1, epoch=1, members=list(members), batch=list(extends)))
 
 
 def test_work_is_for_those_who_hold_keep_or_draw() -> None:
     kept = [(0, 7)]
-    assert _work(_extend(7, keep=kept)) == GroupWork(16, (), (0,))
-    assert _work(_extend(8, keep=[(0, 8)])) == GroupWork(16, (), (0, 1))
-    assert _work(_extend(7, held={2: 5}, keep=kept)) == GroupWork(16, (2,), (0, 2))
-    far = _extend(7, held={2: 5}, keep=kept), _extend(17, held={1: 3, 0: 1}, keep=[(1, 17)])
+    assert _work(make_extend(7, keep=kept)) == GroupWork(16, (), (0,))
+    assert _work(make_extend(8, keep=[(0, 8)])) == GroupWork(16, (), (0, 1))
+    assert _work(make_extend(7, held={2: 5}, keep=kept)) == GroupWork(16, (2,), (0, 2))
+    far = make_extend(7, held={2: 5}, keep=kept), make_extend(17, held={1: 3, 0: 1}, keep=[(1, 17)])
     assert _work(*far, members=(2, 1, 0)) == GroupWork(32, (2, 1, 0), (2, 1, 0))
-    assert _work(replace(_extend(8, keep=[(0, 8)]), sampling=None)) == GroupWork(16, (), (0,))
+    assert _work(replace(make_extend(8, keep=[(0, 8)]), sampling=None)) == GroupWork(16, (), (0,))
 
 
 def test_other_steps_run_another_way() -> None:
-    one = _extend(5, keep=[(1, 5)])
+    one = make_extend(5, keep=[(1, 5)])
     assert _work(one) is not None
     assert _work(one, members=(1,)) is None
     assert _work() is None
@@ -63,16 +46,16 @@ def test_other_steps_run_another_way() -> None:
     assert _work(one, *[replace(one, master=1, keep=[])]) is None
     assert _work(*[one] * (MOST_REQUESTS - 1)) is not None
     assert _work(*[one] * MOST_REQUESTS) is None
-    assert _work(_extend(1024, keep=[(0, 1024)])) == GroupWork(1024, (), (0,))
-    assert _work(_extend(1025, keep=[(0, 1025)])) is None
+    assert _work(make_extend(1024, keep=[(0, 1024)])) == GroupWork(1024, (), (0,))
+    assert _work(make_extend(1025, keep=[(0, 1025)])) is None
     most = MOST_EXCHANGED_TOKENS
     held = MOST_EXCHANGED_PAIRS // most
-    assert _work(_extend(most, held={1: held, 2: held}, keep=[(0, most)])) is not None
-    assert _work(_extend(most, held={1: held, 2: held + 1}, keep=[(0, most)])) is None
-    assert _work(_extend(most + 1, held={1: 5}, keep=[(0, most + 1)])) is None
+    assert _work(make_extend(most, held={1: held, 2: held}, keep=[(0, most)])) is not None
+    assert _work(make_extend(most, held={1: held, 2: held + 1}, keep=[(0, most)])) is None
+    assert _work(make_extend(most + 1, held={1: 5}, keep=[(0, most + 1)])) is None
     # where older tokens are must be told
-    assert _work(replace(_extend(5, held={1: 3}, keep=[(0, 5)]), holder_tokens=[])) is None
-    assert _work(replace(_extend(5, held={1: 3}, keep=[(0, 5)]), start=4)) is None
+    assert _work(replace(make_extend(5, held={1: 3}, keep=[(0, 5)]), holder_tokens=[])) is None
+    assert _work(replace(make_extend(5, held={1: 3}, keep=[(0, 5)]), start=4)) is None
 
 
 @settings(max_examples=30, deadline=None)
@@ -98,7 +81,7 @@ def test_rows_tiles_and_slots_say_what_the_plan_says(
             kv.extend(segment, np.arange(older))
         mine = min(kept, count)
         held = {0: older, 1: 1} if older else {1: 1}
-        one = _extend(count, held=held, keep=[(1, count - mine), (0, mine)])
+        one = make_extend(count, held=held, keep=[(1, count - mine), (0, mine)])
         batch.append(replace(one, cached=[segment], segment=segment + 1))
     step = RunStep(step_id=1, epoch=1, members=[0, 1], batch=batch)
     work = GroupWork.of(step)

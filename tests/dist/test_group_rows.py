@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from cluster_kit import CPU, GREEDY, Cluster
-from graph_kit import NUM_INSTANCES, GraphCluster, advance, make_pair, same_pools
+from graph_kit import NUM_INSTANCES, GraphCluster, advance, make_extend, make_pair, same_pools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from loongd.errors import PlanError
-from loongd.wire import Extend, RunStep, Sampling, pack_tokens
+from loongd.wire import RunStep, Sampling
 from loongd.worker.group_graphs import GroupGraphs, GroupSpace
 from loongd.worker.group_layout import (
     MOST_EXCHANGED_TOKENS,
@@ -128,7 +128,9 @@ def test_nothing_travels_for_a_prompt_without_older_tokens(
     advance(clusters, [2, 0, 3, 1], [(pair, 40, None, [(2, 25), (0, 15)])], GREEDY)
     same_pools(clusters, [pair])
     assert [one.sent_bytes for one in transports] == before
-    step = RunStep(step_id=5, epoch=1, members=[2, 0, 3, 1], batch=[_extend(40, keep=[(2, 40)])])
+    step = RunStep(
+        step_id=5, epoch=1, members=[2, 0, 3, 1], batch=[make_extend(40, keep=[(2, 40)])]
+    )
     shapes = [runner._prefiller.shape_of(step) for runner in ours.runners]  # type: ignore[union-attr]
     assert [isinstance(shape, GroupShape) for shape in shapes] == [False, True, True, False]
     assert {shape.sources for shape in shapes if isinstance(shape, GroupShape)} == {()}
@@ -198,7 +200,7 @@ def test_a_full_pool_refuses_and_forgets(clusters: tuple[GroupCluster, Cluster])
     for cluster in clusters:
         cluster.reset()
     runner = clusters[0].runners[1]
-    one = _extend(400, keep=[(1, 400)])
+    one = make_extend(400, keep=[(1, 400)])
     batch = [replace(one, segment=998), one]
     with pytest.raises(PlanError, match="slots"):
         runner.run(RunStep(step_id=9, epoch=1, members=[0, 1], batch=batch))
@@ -219,17 +221,3 @@ def test_rows_of_padding_become_zeros(llama_dir: Path) -> None:
         assert bool(space.out_TNH[:16].isfinite().all())
         assert not bool(space.out_TNH[9:16].any())
         assert bool(space.out_TNH[16:].isnan().all())
-
-
-def _extend(count: int, keep: list[tuple[int, int]]) -> Extend:
-    return Extend(
-        request_id="r",
-        tokens=pack_tokens([i % 199 for i in range(count)]),
-        start=0,
-        master=None,
-        segment=999,
-        keep=keep,
-        cached=[],
-        holders=[],
-        sampling=GREEDY,
-    )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cluster_kit import CPU, GREEDY, Cluster, Sequence
+from graph_kit import same_draws
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -97,16 +98,7 @@ def _advance(
         ]
         params = {} if how is None else {pair[side].name: how for pair, *_ in work}
         results.append(cluster.extend(members, one, sample=how is not None, sampling=params))
-    if how is None:
-        assert results == [{}, {}]
-        return
-    for pair, *_ in work:
-        ours, theirs = (result[pair[0].name] for result in results)
-        assert ours.token == theirs.token
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-        np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
-        for sequence in pair:
-            sequence.tokens[sequence.done :] = [ours.token]
+    same_draws(results, [pair for pair, *_ in work] if how is not None else [])
 
 
 @settings(

@@ -12,13 +12,21 @@ import numpy.typing as npt
 import pytest
 import torch
 from cluster_kit import CPU, GREEDY, Cluster
-from graph_kit import NUM_INSTANCES, GraphCluster, Work, advance, make_pair, same_pools
+from graph_kit import (
+    NUM_INSTANCES,
+    GraphCluster,
+    Work,
+    advance,
+    make_extend,
+    make_pair,
+    same_pools,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from loongd.errors import PlanError
-from loongd.wire import Extend, RunStep, Sampling, pack_tokens
+from loongd.wire import Extend, RunStep, Sampling
 from loongd.worker import striped_layout
 from loongd.worker.kvcache import KvCache
 from loongd.worker.peers import Boxes, box_bytes
@@ -169,29 +177,11 @@ def test_rows_of_padding_become_zeros(clusters: tuple[StripedCluster, Cluster]) 
 def test_a_full_pool_refuses_and_forgets(clusters: tuple[StripedCluster, Cluster]) -> None:
     for cluster in clusters:
         cluster.reset()
-    one = _extend(400, keep=[(1, 400)])
+    one = make_extend(400, keep=[(1, 400)])
     step = RunStep(step_id=9, epoch=1, members=[0, 1], batch=[replace(one, segment=998), one])
     with pytest.raises(PlanError, match="slots"):
         clusters[0].runners[1].run(step)
     clusters[0].check()
-
-
-def _extend(
-    count: int, *, keep: list[tuple[int, int]], held: dict[int, int] | None = None
-) -> Extend:
-    held = held or {}
-    return Extend(
-        request_id="r",
-        tokens=pack_tokens([i % 199 for i in range(count)]),
-        start=sum(held.values()),
-        master=None,
-        segment=999,
-        keep=keep,
-        cached=[1] if held else [],
-        holders=list(held),
-        sampling=GREEDY,
-        holder_tokens=list(held.values()),
-    )
 
 
 def _work(*extends: Extend, members: tuple[int, ...] = (0, 1)) -> StripedWork | None:
@@ -200,22 +190,22 @@ def _work(*extends: Extend, members: tuple[int, ...] = (0, 1)) -> StripedWork | 
 
 
 def test_which_steps_are_dealt_out() -> None:
-    least = _extend(LEAST_TOKENS, keep=[(0, LEAST_TOKENS)])
+    least = make_extend(LEAST_TOKENS, keep=[(0, LEAST_TOKENS)])
     assert _work(least) == StripedWork(192, (0, 1))
     assert _work(least, members=(3, 1, 0)) == StripedWork(128, (3, 1, 0))
     assert _work(least, members=(0,)) is None
     assert _work() is None
-    assert _work(_extend(LEAST_TOKENS - 1, keep=[(0, LEAST_TOKENS - 1)])) is None
-    assert _work(_extend(500, keep=[(0, 500)], held={1: 3})) is None
+    assert _work(make_extend(LEAST_TOKENS - 1, keep=[(0, LEAST_TOKENS - 1)])) is None
+    assert _work(make_extend(500, keep=[(0, 500)], held={1: 3})) is None
     assert _work(replace(least, master=1, keep=[])) is None
-    short = _extend(20, keep=[(0, 20)])
+    short = make_extend(20, keep=[(0, 20)])
     assert _work(*[short] * (MOST_REQUESTS - 1)) == StripedWork(384, (0, 1))
     assert _work(*[short] * MOST_REQUESTS) is None
     for dop in (2, 3, 4, 8):
         members = tuple(range(dop))
         most = dop * most_rows(dop)
-        assert _work(_extend(most, keep=[(0, most)]), members=members) is not None
-        assert _work(_extend(most + 1, keep=[(0, most + 1)]), members=members) is None
+        assert _work(make_extend(most, keep=[(0, most)]), members=members) is not None
+        assert _work(make_extend(most + 1, keep=[(0, most + 1)]), members=members) is None
         assert padded_sizes(dop) == sorted(set(padded_sizes(dop)))
         assert padded_sizes(dop)[-1] == most
 
@@ -230,7 +220,7 @@ def test_rows_tiles_and_slots_say_what_the_plan_says(data: st.DataObject) -> Non
     kept = [data.draw(st.integers(0, n), label="kept") for n in lengths]
     block = data.draw(st.sampled_from([16, 64]), label="block")
     batch = [
-        replace(_extend(n, keep=[(0, k), (1, n - k)]), segment=number)
+        replace(make_extend(n, keep=[(0, k), (1, n - k)]), segment=number)
         for number, (n, k) in enumerate(zip(lengths, kept, strict=True))
     ]
     step = RunStep(step_id=1, epoch=1, members=list(members), batch=batch)
