@@ -89,7 +89,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Seconds,
         Meta(
             description="Seconds that a chunk of a long prompt may take, so that others get in; at "
-            "least 20 times its fixed cost."
+            "least 20 times its fixed cost, and longer where cutting costs much."
         ),
     ] = 0.3
     decode_share: Annotated[

@@ -54,11 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         code: int = args.run(args)
+        # here, not when the interpreter ends, where nothing could be said of it any more
+        sys.stdout.flush()
     except CtlError as error:
         sys.stderr.write(f"loongctl: error: {error}\n")
         return error.code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # whoever read it has seen enough; nothing is left to be written at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return code
 
 

@@ -168,7 +168,8 @@ def plan(answer: Json) -> str:
     if answer.get("at_most"):
         how = "at most predicted (running answers may end earlier)"
     else:
-        how = "roughly predicted (loongctl profile measures)" if answer["rough"] else "predicted"
+        rough = "roughly predicted (nothing like it was measured: loongctl profile)"
+        how = rough if answer["rough"] else "predicted"
     members = f": instances {numbers(answer['members'])}" if answer["members"] else ""
     rows = [
         ("prompt", f"{answer['prompt_tokens']:,} tokens, up to {answer['max_tokens']:,} more"),

@@ -41,6 +41,7 @@ from loongd.sched.events import (
     StepFailed,
 )
 from loongd.sched.scheduler import Scheduler
+from loongd.sched.words import plural
 from loongd.status import engine_status, node_status, plan_json, story_json
 from loongd.steps import LiveRequest, StepReports, arrival, drawn_token, step_message
 from loongd.submission import Submission, Timings, TokenStream
@@ -127,13 +128,12 @@ class GlobalManager:
         """Start the pool again; requests wait meanwhile and are prefilled again after."""
         words = "instance %d is lost: %s; all start again, then %d requests go on"
         _log.error(words, lost.instance, lost.message, len(self._live))
-        now = time.monotonic()
+        now, num_instances = time.monotonic(), len(self._instances)
         # Members of a broken exchange may wait for ever, so all workers go.
         await self._pool.kill()
         if self._exclusive is not None:
             self._exclusive.put(lost)
         self._steps.clear()
-        num_instances = len(self._instances)
         self._apply(*(InstanceLost(now, one, lost.message) for one in sorted(self._instances)))
         self._instances.clear()
         self._ledger.instances(0, num_instances)
@@ -219,10 +219,10 @@ class GlobalManager:
         elif not self._instances:
             what = "the workers are not up"
         elif self._live or self._steps:
-            what = f"{len(self._live)} requests and {len(self._steps)} steps are not done"
+            left = (plural(len(self._live), "request"), plural(len(self._steps), "step"))
+            what = " and ".join(left) + " are not done (loongctl drain --wait waits for them)"
         if what:
-            message = f"the workers cannot be measured now: {what} (loongctl drain --wait helps)"
-            raise RequestError(message, status=409, code="busy")
+            raise RequestError(f"the workers cannot be measured: {what}", status=409, code="busy")
         self._exclusive = Exclusive(self._pool.send, self._instances.values(), self._epoch)
         try:
             yield self._exclusive

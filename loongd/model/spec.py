@@ -153,7 +153,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
-        raise ModelError(f"{path} does not exist") from None
+        wanted = "a model is a Hugging Face checkpoint or a .gguf file"
+        raise ModelError(f"{path} does not exist ({wanted})") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:

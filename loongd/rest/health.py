@@ -27,8 +27,8 @@ async def ready(request: web.Request) -> web.Response:
         return json_response({"status": "failed"}, status=503)
     if engine.draining:
         return json_response({"status": "draining"}, status=503)
-    if not engine.ready:
-        return json_response({"status": "starting"}, status=503)
+    if not engine.ready:  # starting, or profiling
+        return json_response({"status": engine.status()["node"]["state"]}, status=503)
     return json_response({"status": "ready"})
 
 

@@ -132,8 +132,8 @@ def lay_out_striped(
 
     Raises PlanError for a plan that contradicts itself or the pool, or when the pool is full.
     """
+    validate(step, shape.rank)
     rank, me, dop = shape.rank, shape.me, len(shape.members)
-    validate(step, rank)
     own = np.zeros((2, shape.rows), np.int32)
     slots = np.full((dop, shape.rows), -1, np.int32)
     rows = np.zeros(shape.cut.num_rows, np.int32)

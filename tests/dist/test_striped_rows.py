@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from loongd.errors import PlanError
-from loongd.wire import Extend, RunStep, Sampling
+from loongd.wire import Extend, PaddedSizes, RunStep, Sampling
 from loongd.worker import striped_layout
+from loongd.worker.group_graphs import GroupGraphs, GroupSpace
+from loongd.worker.group_layout import GROUP_BUCKETS, GroupShape
 from loongd.worker.kvcache import KvCache
 from loongd.worker.peers import Boxes, box_bytes
 from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
-from loongd.worker.prefill_layout import MOST_REQUESTS, PrefillShape
+from loongd.worker.prefill_layout import BUCKETS, MOST_REQUESTS, PrefillShape
 from loongd.worker.prefiller import Prefiller
 from loongd.worker.striped_graphs import StripedGraphs, StripedSpace, block_sizes
 from loongd.worker.striped_layout import (
@@ -184,6 +186,15 @@ def test_a_full_pool_refuses_and_forgets(clusters: tuple[StripedCluster, Cluster
     clusters[0].check()
 
 
+def test_a_plan_of_others_is_refused(clusters: tuple[StripedCluster, Cluster]) -> None:
+    for cluster in clusters:
+        cluster.reset()
+    one = make_extend(300, keep=[(1, 300)])
+    with pytest.raises(PlanError, match="bad members"):
+        clusters[0].runners[0].run(RunStep(step_id=9, epoch=1, members=[1, 2], batch=[one]))
+    clusters[0].check()
+
+
 def _work(*extends: Extend, members: tuple[int, ...] = (0, 1)) -> StripedWork | None:
     step = RunStep(step_id=1, epoch=1, members=list(members), batch=list(extends))
     return StripedWork.of(step)
@@ -210,6 +221,26 @@ def test_which_steps_are_dealt_out() -> None:
         assert padded_sizes(dop)[-1] == most
 
 
+def test_prompts_are_dealt_out_from_where_that_pays(
+    clusters: tuple[StripedCluster, Cluster],
+) -> None:
+    """Where members can also compute all rows each; and sizes are told as they are."""
+    prefillers = []
+    for rank, runner in enumerate(clusters[0].runners):
+        assert runner._prefiller is not None
+        small, alone = runner._prefiller._parts, runner._prefiller._graphs
+        group = GroupGraphs(small, GroupSpace(small, rank, None))
+        striped = runner._prefiller._striped
+        prefillers.append(Prefiller(small, alone, rank, group, striped, num_instances=3))
+    for count, kind in ((LEAST_TOKENS - 1, GroupShape), (LEAST_TOKENS, StripedShape)):
+        one = make_extend(count, keep=[(0, 1), (1, count - 1)])
+        step = RunStep(step_id=1, epoch=1, members=[1, 0], batch=[one])
+        assert all(isinstance(prefillers[member].shape_of(step), kind) for member in (0, 1))
+    sizes = {dop: PaddedSizes(padded_sizes(dop), list(GROUP_BUCKETS)) for dop in (2, 3)}
+    sizes[1] = PaddedSizes(list(BUCKETS), list(BUCKETS))
+    assert prefillers[0].padded_sizes() == sizes
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_rows_tiles_and_slots_say_what_the_plan_says(data: st.DataObject) -> None:
@@ -232,6 +263,7 @@ def test_rows_tiles_and_slots_say_what_the_plan_says(data: st.DataObject) -> Non
             num_layers=1, num_slots=500, num_kv_heads=1, head_dim=8, dtype=torch.float32, device=CPU
         )
         laid = lay_out_striped(step, shape, kv, [])
+        assert all(size % 4 == 0 for size in shape.sizes)
         parts = np.split(laid.numbers, np.cumsum(shape.sizes))[:-1]
         # (request, token) of each row of each member
         rows = [

@@ -106,7 +106,7 @@ class FakeEngine:
                 await self.changed.wait()
 
     def status(self) -> dict[str, Any]:
-        return {"queue": {"running": 2, "waiting": 3}}
+        return {"node": {"state": "starting"}, "queue": {"running": 2, "waiting": 3}}
 
     def story(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": request_id} if request_id in self.streams else None

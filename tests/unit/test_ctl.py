@@ -408,3 +408,12 @@ def test_runs_of_numbers_are_shortened() -> None:
     assert ctl_render.numbers([0, 1]) == "0,1"
     assert ctl_render.numbers([0, 1, 2, 3, 6]) == "0-3,6"
     assert ctl_render.numbers([2, 1, 0]) == "2,1,0"
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault():
+    code = "import sys; from loongd.ctl import main; sys.exit(main(['config', 'check']))"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141

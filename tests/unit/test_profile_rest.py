@@ -143,7 +143,10 @@ async def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ]
         engine.plan_answer = PLAN | {"rough": True}
         assert await loongctl(path, "plan", "5000") == 0
-        assert "1.75 s roughly predicted (loongctl profile measures)" in capsys.readouterr().out
+        assert (
+            "1.75 s roughly predicted (nothing like it was measured: loongctl profile)"
+            in capsys.readouterr().out
+        )
         engine.plan_answer = PLAN | {"rough": True, "at_most": True}
         assert await loongctl(path, "plan", "5000") == 0
         assert "1.75 s at most predicted (running answers may end" in capsys.readouterr().out
