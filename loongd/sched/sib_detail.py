@@ -1,7 +1,7 @@
 """What measurements add to the formulas of `sched.sib_profile`: times that no line follows.
 
 Knows: how a finer prefill formula and a grid of measured decode times are evaluated, and what must
-hold so that no prediction falls when work is added. Does not know: how they are fitted
+hold so that no prediction of one kind falls when work is added. Does not know: how they are fitted
 (`sched.sib_fit_detail`), or the coefficients that serve outside the measured range.
 
 Prefill, for one degree of parallelism. A step is launched by the host and computed by the device,
@@ -17,13 +17,14 @@ A chunk is a request with cached tokens: its queries travel, so it costs more th
 of its length; and few queries take as long as reading what they attend to, hence `cached`. Kernels
 take queries in tiles, so `tiles` rounds them up; those that fit into half a tile are taken by a
 kernel of smaller tiles. The first new tokens of a chunk cost more, `few`, and the first cached
-ones, `early`: libraries attend faster to many keys with many queries. A long
-chunk is one whose attention the kernels cut into pieces, each with launches of its own. `rows`
-is what the linear layers take for so many rows: linear between measured points, for products of
-matrices have a best size.
+ones, `early`: libraries attend faster to many keys with many queries. A long chunk is one whose
+attention the kernels cut into pieces, each with launches of its own. `rows` is what the linear
+layers take for so many rows: linear between measured points, for products of matrices have a best
+size.
 
 Steps so small that a GPU replays them, padded to a few sizes, are of another kind: no host holds
-them up, and other kernels and members do the work. They have coefficients of their own.
+them up, and other kernels and members do the work. They have coefficients of their own, so that a
+little more work may be foreseen to take less where it makes a step one of another kind.
 
 Decode, for one (dop, masters): times over (requests of the busiest master, KV tokens of a member).
 A CUDA graph serves a range of batches, products of few rows have steps, and attention over little
@@ -174,6 +175,8 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
             return f"{bad} must not be negative"
         if self.tile_tokens < 1:
             return "tile_tokens must be 1 or more"
+        if self.half_tokens > self.tile_tokens:
+            return "half_tokens must not be above tile_tokens"
         if sizes and (sizes[0] < 1 or not _rises(sizes, strictly=True)):
             return "padded_sizes must be ascending"
         return "" if self.rows and is_rising(self.rows) else "rows must be ascending"
@@ -183,7 +186,8 @@ class SmallLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Which prefill steps are replayed in one way: those of at most `most_items` requests,
     `most_tokens` new tokens, and `most_pairs` pairs of a new token and a cached one (a new one too
     if `own_paired`); requests of fewer than `least_paired` new tokens count none. Without
-    `prompts` only those with cached tokens."""
+    `prompts` only those with cached tokens. Where new tokens are `dealt` to so many members, each
+    request counts as a multiple of that, as many as the first of them has."""
 
     most_items: int
     most_tokens: int
@@ -191,12 +195,13 @@ class SmallLimits(msgspec.Struct, frozen=True, kw_only=True):
     least_paired: int
     own_paired: bool
     prompts: bool = True
+    dealt: int = 1
 
     def covers(self, items: Sequence[tuple[int, int]]) -> bool:
         """Whether a step of (cached, new) tokens is one of them."""
         new = pairs = most_cached = 0
         for cached, count in items:
-            new += count
+            new += tiled(count, self.dealt)
             most_cached = max(most_cached, cached)
             if count >= self.least_paired:
                 pairs += count * (cached + count if self.own_paired else cached)
@@ -223,6 +228,7 @@ def small_limits(dop: int, most_prompt: int, most_chunk: int) -> tuple[SmallLimi
         most_pairs=0,
         least_paired=1,
         own_paired=False,
+        dealt=dop,
     )
     chunks = SmallLimits(
         most_items=SMALL_ITEMS - 1,

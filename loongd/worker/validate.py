@@ -27,8 +27,9 @@ def validate(step: RunStep, rank: int) -> None:
             if extend.master not in members or extend.keep:
                 raise PlanError(f"{where}: master {extend.master} outside {members}, or keeps")
             continue
-        kept = sum(count for _, count in extend.keep)
-        if kept != num_new or not {instance for instance, _ in extend.keep} <= set(members):
+        kept = [count for _, count in extend.keep]
+        inside = {instance for instance, _ in extend.keep} <= set(members)
+        if sum(kept) != num_new or min(kept, default=0) < 0 or not inside:
             raise PlanError(f"{where}: keep {extend.keep} for {num_new} tokens over {members}")
 
 

@@ -94,6 +94,7 @@ def test_retention_moves_no_byte(keep: tuple[tuple[int, int], ...], *, in_ring: 
         ({"members": [0, 2]}, "bad members"),
         ({"keep": [(1, 3)]}, "keep"),
         ({"keep": [(2, 4)]}, "keep"),
+        ({"keep": [(0, 5), (1, -1)]}, "keep"),
         ({"holders": [5]}, "holders"),
         ({"master": 7, "keep": []}, "master"),
         ({"tokens": b""}, "new tokens"),

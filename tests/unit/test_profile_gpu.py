@@ -158,6 +158,11 @@ def test_the_limits_of_replayed_steps_are_those_of_the_workers(dop: int) -> None
         new = rng.choice([100, 500, 511, 512, 513, 700, 1024, 2048, 2049, sizes[-1]])
         cached = rng.choice([0, rng.randrange(dop, 200_000)])
         steps.append([(cached, new)] + [(0, 9)] * rng.choice([0, 0, 3]))
+    most = sizes[-1]
+    for _ in range(100):  # ragged ones, of which the first member has more than its share
+        count = rng.randint(2, 31)
+        each = [rng.randint(max(1, most // count - 40), most // count) for _ in range(count)]
+        steps.append([(0, new) for new in each])
     found = set()
     for items in steps:
         step = step_of(items, dop)

@@ -156,6 +156,17 @@ def test_replayed_steps_have_times_of_their_own() -> None:
     assert msgspec.structs.replace(first, small=(slow,)).time_s([(0, 257)]) == slow.most_s > 1.0
 
 
+def test_few_queries_count_as_half_a_tile() -> None:
+    """A half tile's own kernel takes them, whatever it costs; one more needs a whole tile."""
+    halves = msgspec.structs.replace(DETAIL, tile_tokens=128, half_tokens=80)
+    whole = msgspec.structs.replace(halves, half_tokens=0)
+    for new, tokens in ((1, 80), (64, 80), (65, 128), (128, 128), (129, 256)):
+        cost_s = 2 * 5000 * (halves.cross_s + halves.few_s) * (-(-new // 128) * 128 - tokens)
+        saved_s = whole.time_s([(5000, new)]) - halves.time_s([(5000, new)])
+        assert saved_s == pytest.approx(cost_s, abs=1e-12)
+    assert halves.cross_s > 0
+
+
 def test_the_first_cached_tokens_cost_more() -> None:
     early = msgspec.structs.replace(DETAIL, host=None, early_s=1e-8, early_tokens=300)
     plain = msgspec.structs.replace(DETAIL, host=None)
