@@ -16,8 +16,12 @@ from loongd.kernels.partials import Partials
 from loongd.model.llama import LINEAR_CHUNK_TOKENS, Llama
 from loongd.model.spec import ModelSpec
 from loongd.wire import Start
+from loongd.worker.decode_layout import MAX_EXCHANGED_ROWS
+from loongd.worker.group_layout import MOST_EXCHANGED_TOKENS
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import most_round_tokens
+from loongd.worker.peers import box_bytes, buffer_bytes, partial_length
+from loongd.worker.striped_layout import most_rows
 
 _CPU_POOL_TOKENS = 16384
 """Default slots of a CPU instance; pages of the pool are taken only when they are written."""
@@ -116,6 +120,8 @@ def pool_tokens(
         several = start.world_size > start.tensor_parallel_size
         most_bytes = step_bytes.of(start.max_step_tokens, keys_travel=several)
         left -= int(_STEP_MARGIN * most_bytes)
+        if start.tensor_parallel_size == 1:
+            left -= exchange_bytes(spec, dtype, start.world_size)
         tokens = left // token_bytes
     if tokens < 1:
         raise WorkerError(
@@ -123,6 +129,21 @@ def pool_tokens(
             f"({token_bytes} bytes a token); lower max_model_len or raise gpu_memory_utilization"
         )
     return tokens
+
+
+def exchange_bytes(spec: ModelSpec, dtype: torch.dtype, num_instances: int) -> int:
+    """What a worker maps for the others to write into: queries and answers of decode, K and V of
+    new prompts, partial results of chunks. 0.1 GB for each of them with 32 heads of 128."""
+    if num_instances == 1:
+        return 0
+    heads, head_dim = spec.num_heads, spec.head_dim
+    block = most_rows(2) * 2 * spec.num_kv_heads * head_dim
+    partial = partial_length(MOST_EXCHANGED_TOKENS, heads, head_dim)
+    return (
+        buffer_bytes(num_instances, MAX_EXCHANGED_ROWS, heads, head_dim, dtype)
+        + box_bytes(num_instances, block, dtype)
+        + box_bytes(num_instances, partial, torch.float32)
+    )
 
 
 def _peak_bytes(

@@ -19,13 +19,16 @@ from transformers import LlamaConfig
 
 from loongd.errors import LoongError, StepRefusedError, WorkerError
 from loongd.wire import Extend, RunStep, Sampled, Sampling, Start, pack_tokens
-from loongd.worker import room
+from loongd.worker import decoder, group_graphs, room, striped_graphs
 from loongd.worker.geometry import lay_out
 from loongd.worker.heart import Pulse
 from loongd.worker.layout import RowBytes
-from loongd.worker.memory import StepBytes
+from loongd.worker.memory import StepBytes, exchange_bytes
+from loongd.worker.prefill_graphs import PrefillParts
+from loongd.worker.prefiller import Prefiller
 from loongd.worker.room import Room, new_tokens
 from loongd.worker.runner import Runner
+from loongd.worker.slot_table import SlotTable
 
 MEASURED = StepBytes(tokens=8, most_bytes=80, token_bytes=5.0, knee_tokens=4)
 
@@ -261,3 +264,23 @@ def test_a_full_gpu_fails_a_step_and_runs_it_when_there_is_room(tmp_path: Path) 
     # the estimate is one of this step: neither far too small nor far too large
     taken_bytes = torch.cuda.max_memory_allocated() - before_bytes
     assert 0.5 < taken_bytes / wanted_bytes < 1.25
+
+
+@pytest.mark.parametrize("num_instances", [1, 2, 8])
+def test_the_pool_leaves_what_workers_map_for_each_other(
+    llama_dir: Path, monkeypatch: pytest.MonkeyPatch, num_instances: int
+) -> None:
+    cluster = Cluster(llama_dir, 1)
+    mapped: list[int] = []
+    for module in (group_graphs, striped_graphs, decoder):
+        monkeypatch.setattr(module, "map_buffers", lambda size, _: mapped.append(size))
+    kv = cluster.pools[0]
+    table = SlotTable(kv)
+    small = PrefillParts(cluster._model, cluster.spec, kv, table)
+    Prefiller.build(small, 0, num_instances, None)
+    decoder.Decoder.build(
+        cluster._model, cluster.spec, table, kv, instance=0, world_size=num_instances
+    )
+    assert len(mapped) == (3 if num_instances > 1 else 0)
+    dtype = kv.k_LSKH.dtype
+    assert exchange_bytes(cluster.spec, dtype, num_instances) == sum(mapped)
