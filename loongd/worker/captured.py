@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,37 @@ from loongd.worker.kvcache import KvCache
 
 STAGES = 4
 """Copies of a graph's numbers on the host: one is read by the device while the next is written."""
+MOST_GRAPHS = 512
+"""Of one kind. Each has some thousand nodes; many instances make many groups, few of which last."""
 NO_GRAPHS = object()
 """In place of a pool: nothing is captured, as in a rehearsal."""
+
+
+Shape = TypeVar("Shape")
+Made = TypeVar("Made")
+
+
+class Recent(Generic[Shape, Made]):
+    """What was made for the shapes of steps asked for last."""
+
+    def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
+        """`most` are kept; `device` runs what is made."""
+        self._known: dict[Shape, Made] = {}
+        self._device = device
+        self._most = most
+
+    def of(self, shape: Shape, make: Callable[[Shape], Made]) -> Made:
+        """What was made for this shape, or is now. The one that nobody has asked for longest goes
+        first, when the device is through with it."""
+        known = self._known.pop(shape, None)
+        if known is None:
+            if len(self._known) == self._most:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                del self._known[next(iter(self._known))]
+            known = make(shape)
+        self._known[shape] = known
+        return known
 
 
 class Captured(Protocol):

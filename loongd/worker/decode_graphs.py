@@ -23,7 +23,7 @@ from loongd.kernels.merge import merge_state_
 from loongd.kernels.sampling import best_tokens
 from loongd.model.llama import Llama
 from loongd.model.sampler import Drawing, Mark, sample_once
-from loongd.worker.captured import STAGES, Captured, capture, graph_pool, storing
+from loongd.worker.captured import STAGES, Captured, Recent, capture, graph_pool, storing
 from loongd.worker.decode_layout import (
     BEGIN,
     BUCKETS,
@@ -174,8 +174,8 @@ class DecodeGraphs:
     def __init__(self, parts: DecodeParts, pool: Any = None) -> None:
         """`pool` is memory of other graphs (`graph_pool`); its own by default."""
         self._parts = parts
-        self._graphs: dict[DecodeShape, tuple[DecodeStep, Captured]] = {}
         device = parts.kv.device
+        self._graphs: Recent[DecodeShape, tuple[DecodeStep, Captured]] = Recent(device)
         self.drawn_B = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=device)
         self._on_gpu = device.type == "cuda"
         self._pool: Any = graph_pool(device) if pool is None else pool
@@ -229,12 +229,11 @@ class DecodeGraphs:
         return DecodeFlight(tokens_B, on_gpu=self._on_gpu)
 
     def _graph(self, shape: DecodeShape) -> tuple[DecodeStep, Captured]:
-        known = self._graphs.get(shape)
-        if known is None:
-            step = DecodeStep(self._parts, shape, self.drawn_B)
-            known = step, capture(step.run, step.numbers, self._pool)
-            self._graphs[shape] = known
-        return known
+        return self._graphs.of(shape, self._capture)
+
+    def _capture(self, shape: DecodeShape) -> tuple[DecodeStep, Captured]:
+        step = DecodeStep(self._parts, shape, self.drawn_B)
+        return step, capture(step.run, step.numbers, self._pool)
 
     def _run_once(self, shape: DecodeShape) -> Tensor | None:
         """The logits (B, V), if this worker has any."""

@@ -22,7 +22,7 @@ from loongd.kernels.dispatch import pick
 from loongd.kernels.gpu.plan import Tiling, extend_tiling
 from loongd.model.llama import Attention, Llama
 from loongd.model.spec import ModelSpec
-from loongd.worker.captured import Captured, capture, graph_pool, storing
+from loongd.worker.captured import Captured, Recent, capture, graph_pool, storing
 from loongd.worker.kvcache import KvCache
 from loongd.worker.prefill_layout import BUCKETS, PrefillNumbers, PrefillShape
 from loongd.worker.slot_table import SlotTable
@@ -159,7 +159,7 @@ class StepGraphs(Generic[Shape]):
         """`pool` is memory of other graphs (`graph_pool`); their own by default."""
         self.make = make
         self._table = table
-        self._known: dict[Shape, tuple[Kernels, Captured]] = {}
+        self._known: Recent[Shape, tuple[Kernels, Captured]] = Recent(table.slots_S.device)
         self._pool: Any = graph_pool(table.slots_S.device) if pool is None else pool
 
     def launch(self, shape: Shape, numbers: npt.NDArray[np.int32], num_drawn: int) -> Tensor | None:
@@ -173,12 +173,11 @@ class StepGraphs(Generic[Shape]):
 
     def graph(self, shape: Shape) -> tuple[Kernels, Captured]:
         """Captured now, or before."""
-        known = self._known.get(shape)
-        if known is None:
-            kernels = self.make(shape)
-            known = kernels, capture(kernels.run, kernels.numbers, self._pool)
-            self._known[shape] = known
-        return known
+        return self._known.of(shape, self._capture)
+
+    def _capture(self, shape: Shape) -> tuple[Kernels, Captured]:
+        kernels = self.make(shape)
+        return kernels, capture(kernels.run, kernels.numbers, self._pool)
 
 
 class PrefillGraphs:

@@ -311,3 +311,13 @@ def test_places_begin_with_the_state_directory() -> None:
         "/var/lib/loongd/profiles"
     )
     assert store.state_dir({"XDG_STATE_HOME": "/s"}) == Path("/s/loongd/profiles")
+
+
+def test_blocks_are_dealt_evenly_and_in_no_order() -> None:
+    """A batch whose short requests all stand at its end is slower than any that is served."""
+    for total, batch in ((128, 256), (40, 7), (300, 64)):
+        blocks = grid.deal(total, batch)
+        assert (len(blocks), sum(blocks)) == (batch, total)
+        assert max(blocks) - min(blocks) == 1
+        assert list(blocks) not in (sorted(blocks), sorted(blocks, reverse=True))
+        assert blocks == grid.deal(total, batch)

@@ -343,6 +343,29 @@ def test_long_chunks_over_little_kv_are_foreseen(seed: int) -> None:
         assert fit.time_s(items) == pytest.approx(gpu_in_pieces(items), rel=0.015)
 
 
+@pytest.mark.parametrize("half", [64, 80, 112])
+def test_half_tiles_are_told_from_whole_ones(half: int) -> None:
+    """Few queries over a long prefix, by a kernel of smaller tiles that takes as long as `half`."""
+
+    def queries_s(items: grid.Items) -> float:
+        return 0.005 + sum(
+            2e-5 * n + 2e-9 * c * (half if n <= 64 else -(-n // 128) * 128) for c, n in items
+        )
+
+    rng = random.Random(half)
+    news = (10, 33, 60, 70, 100, 128, 190, 250, 410, 600)
+    points = [
+        PrefillPoint(items, queries_s(items) * (1 + rng.uniform(-0.005, 0.005)))
+        for items in [((c, n),) for n in news for c in (2000, 9000, 40_000, 80_000)]
+        + [((0, n),) for n in news]
+    ]
+    detail = fit_measured(1, points).detail
+    assert detail is not None
+    assert (detail.tile_tokens, detail.half_tokens) == (128, half)
+    for items in (((30_000, 20),), ((50_000, 90),), ((70_000, 300),)):
+        assert detail.time_s(items) == pytest.approx(queries_s(items), rel=0.03)
+
+
 def test_a_formula_that_is_right_gets_no_detail() -> None:
     plain = profile().prefill[0]
     sizes = grid.prefill_sizes(4096, 128, 8192)
