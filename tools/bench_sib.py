@@ -119,8 +119,10 @@ def refit(found: dict[str, Any]) -> dict[str, Any]:
             ]
             for phase in ("prefill", "launch")
         )
-        sizes = [small.detail.padded_sizes for small in old.small]
-        prefill.append(fit_measured(old.dop, points, launches, *(2 * sizes)[:2]))
+        sizes = {small.limits.prompts: small.detail.padded_sizes for small in old.small}
+        prompts = sizes.get(True, ())  # one instance replays both in one way
+        chunks = sizes.get(False, prompts)
+        prefill.append(fit_measured(old.dop, points, launches, prompts, chunks))
     decode = []
     for fit in profile.decode:
         steps = [

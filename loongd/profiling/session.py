@@ -102,15 +102,14 @@ class Session:
         """All steps of a group, in the same rounds, and the fits of their times."""
         async for word in self._warm_up(dop, budget_s):
             yield word
-        bench = self._bench
+        bench, replays = self._bench, self._bench.padded_sizes
         sizes = grid.prefill_sizes(
             self._longest,
             bench.block_tokens,
             self._most_cached,
             limit=self._limit,
-            padded_sizes=bench.padded_sizes.prompts,
+            padded_sizes=replays.prompts,
         )
-        replays = bench.padded_sizes
         small = grid.launch_sizes(self._longest, bench.block_tokens, bench.max_tokens, dop, replays)
         prefills, launches = ([(s, self._prefill_job(s)) for s in of] for of in (sizes, small))
         rows = [

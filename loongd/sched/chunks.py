@@ -23,6 +23,8 @@ from loongd.sched.sib import Coefficients, Sib
 
 OVERHEAD_SHARE = 0.05
 PATIENCE = 2.0
+"""How much longer than the bound a chunk may be, for the share of it that is lost. So prompts
+of 400,000 tokens of 7B lose 51 to 60 % instead of 100, short ones 0.05 to 0.13 s (ninth decile)."""
 _SURELY = 1.001
 HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and

@@ -133,7 +133,7 @@ def lay_out_striped(
     Raises PlanError for a plan that contradicts itself or the pool, or when the pool is full.
     """
     validate(step, shape.rank)
-    rank, me, dop = shape.rank, shape.me, len(shape.members)
+    rank, me, dop, sources = shape.rank, shape.me, len(shape.members), shape.sources
     own = np.zeros((2, shape.rows), np.int32)
     slots = np.full((dop, shape.rows), -1, np.int32)
     rows = np.zeros(shape.cut.num_rows, np.int32)
@@ -147,7 +147,7 @@ def lay_out_striped(
         begin, count = first[0], len(range(me, len(ids), dop))
         own[0, begin : begin + count] = ids[me::dop]
         own[1, begin : begin + count] = np.arange(me, len(ids), dop)
-        for at, source in enumerate(shape.sources):
+        for at, source in enumerate(sources):
             key, theirs = first[at], kept[source::dop]
             slots[at, key : key + len(theirs)] = theirs
             # the first row sees none of a later member's

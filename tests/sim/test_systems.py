@@ -190,9 +190,9 @@ def test_chunks_cost_a_lone_long_prompt_less_than_five_percent(profile, num_inst
     assert 1.0 < cost_of_chunks(profile, num_instances, num_tokens) < 1.05
 
 
-@pytest.mark.parametrize(("num_tokens", "most"), [(64_000, 1.25), (150_000, 1.35), (400_000, 1.70)])
+@pytest.mark.parametrize(("num_tokens", "most"), [(64_000, 1.20), (150_000, 1.32), (400_000, 1.65)])
 def test_chunks_cost_more_where_few_queries_are_slow(num_tokens, most):
-    """As measured on two H200: by the bound alone it would be 1.4 and 2.0 times from 150,000 on."""
+    """As measured on two H200: by the bound alone it would be 1.23, 1.36 and 2.0 times."""
     assert 1.0 < cost_of_chunks("h200-llama2-7b-tp1", 2, num_tokens) < most
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from sched_kit import make_sib
 
 from loongd.sched.chunks import (
     HOST_S,
@@ -13,12 +14,10 @@ from loongd.sched.chunks import (
     next_chunk,
 )
 from loongd.sched.policy import Limits
-from loongd.sched.sib import Coefficients, Profile, Sib
+from loongd.sched.sib import Sib
 from loongd.sched.sib_detail import PrefillDetail
-from loongd.sched.sib_profile import MigrateFit, PrefillFit
 
 LIMITS = Limits(max_prefill_wait_s=0.3)
-FORMULA = Coefficients(alpha_s=0.004, beta_s=2e-5, gamma_s=5e-10)
 DETAIL = PrefillDetail(
     step_s=0.004,
     item_s=0.0,
@@ -36,31 +35,11 @@ DETAIL = PrefillDetail(
 
 def sib_of(few_s: float) -> Sib:
     """With what the first new tokens of a chunk cost more, for each cached token."""
+    plain = make_sib(fixed_s=0.004, token_s=2e-5, square_s=5e-10, max_dop=1).profile
+    (fit,) = plain.prefill
     detail = msgspec.structs.replace(DETAIL, few_s=few_s)
-    fit = PrefillFit(
-        dop=1,
-        coefficients=FORMULA,
-        max_tokens=100_000,
-        max_square=10**10,
-        max_items=32,
-        detail=detail,
-    )
-    profile = Profile(
-        model="m",
-        shape="s",
-        device="d",
-        tp=1,
-        date="",
-        source="",
-        measured=True,
-        prefill=[fit],
-        decode=[],
-        migrate=MigrateFit(alpha_s=0.0, token_s=0.0),
-        compute_bound_batch=1,
-        kv_bytes_per_token=1,
-        link_bytes_per_s=1.0,
-    )
-    return Sib(profile)
+    fits = [msgspec.structs.replace(fit, detail=detail)]
+    return Sib(msgspec.structs.replace(plain, prefill=fits))
 
 
 def chunk(sib: Sib, cached: int) -> int:

@@ -35,9 +35,9 @@ def adds_only(text: str, full: str, prompt_text: str) -> bool:
     """Whether `text` ends `full`, and what is ahead of it is the prompt's, but for a character that
     the prompt only began: it belongs to the new text. It is shown as U+FFFD, or as two of them
     where the bytes are the first two of a surrogate."""
-    ahead = full.removesuffix(text) if text else full
-    begun = prompt_text.removeprefix(ahead)
-    return full == ahead + text and begun in ("", REPLACEMENT, 2 * REPLACEMENT)
+    ahead = full.removesuffix(text)
+    shown = [ahead + begun for begun in ("", REPLACEMENT, 2 * REPLACEMENT)]
+    return full == ahead + text and prompt_text in shown
 
 
 @given(prompt=byte_level_ids, ids=byte_level_ids, skip=st.booleans())
