@@ -94,13 +94,26 @@ def test_split_kv_with_gaps_between_spans(device: torch.device) -> None:
     assert bool((place[1][2] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("q_lens", "k_lens"),
-    [((1, 40, 0, 7), (16, 50, 3, 7)), ((30,), (30,)), ((5, 5), (0, 5)), ((9, 2), (100, 2))],
+    [
+        ((1, 40, 0, 7), (16, 50, 3, 7)),
+        ((30,), (30,)),
+        ((5, 5), (0, 5)),
+        ((9, 2), (100, 2)),
+        ((70, 33), (140, 160)),
+        ((40,), (9,)),
+    ],
 )
 def test_extend_any_lengths(
-    device: torch.device, q_lens: Sequence[int], k_lens: Sequence[int], causal: bool
+    device: torch.device,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    *,
+    causal: bool,
+    whole: bool,
 ) -> None:
     p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
     with poisoned():
@@ -112,7 +125,7 @@ def test_extend_any_lengths(
             p.ranges,
             scale=p.scale,
             causal=causal,
-            tiling=Tiling(32, 32, 4, 2, 7, 16),
+            tiling=Tiling(32, 32, 4, 2, 7, 16, whole=whole),
         )
     q, k, v, slots = p.doubled
     expected = reference.extend(q, k, v, slots, p.ranges, scale=p.scale, causal=causal)
@@ -169,7 +182,7 @@ def test_extend_planned_over_packed_keys(device: torch.device, *, causal: bool) 
     """A span without keys gives zeros, whatever was there; rows in no span are left alone."""
     q_lens, k_lens = (3, 40, 9), (3, 90, 0)
     p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
-    tiling = Tiling(32, 16, 4, 2, 14, 16)
+    tiling = Tiling(32, 16, 4, 2, 14, 16, whole=True)
     tables = tile_table(p.ranges, 3, tiling.block_m, tiling.block_k, causal=causal)
     lists = [torch.from_numpy(table).to(device) for table in tables]
     q = torch.cat((p.q, torch.full_like(p.q[:4], torch.nan)))
@@ -198,7 +211,7 @@ def test_extend_planned_by_a_padded_list(device: torch.device, dtype: torch.dtyp
     for (q0, q1, k0, k1), begin in zip(p.ranges, (300, 10, 200, 120), strict=True):
         table[begin : begin + k1 - k0] = p.slots[k0:k1].int()
         spans.append((q0, q1, begin, begin + k1 - k0))
-    tiling = Tiling(32, 16, 4, 2, 14, 16)
+    tiling = Tiling(32, 16, 4, 2, 14, 16, whole=True)
     tiles, ends = tile_table(spans, 3, tiling.block_m, tiling.block_k, causal=True)
     tiles = np.pad(tiles, ((0, 5), (0, 0)))
     ends = np.pad(ends, (0, 5), mode="edge")

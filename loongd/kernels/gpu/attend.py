@@ -203,6 +203,7 @@ def _launch(
         BLOCK_T=1024 if tiles is not None else max(16, triton.next_power_of_2(num_tiles)),
         HAS_SLOTS=slots is not None,
         CAUSAL=causal,
+        WHOLE=tiling.whole and shape["BLOCK_H"] == head_dim,
         PRECISION="ieee",
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -44,6 +44,7 @@ def _attend_blocks(
     slots_ptr,
     k_len,
     visible,
+    seen_by_all,
     begin,
     end,
     stride_ks,
@@ -54,16 +55,37 @@ def _attend_blocks(
     BLOCK_K: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile over key blocks `begin` to `end` of its span: output and log-sum-exp.
 
     `slots_ptr` points at the span's first slot; without slots `k_ptr` is the span's first key.
-    Row r sees the first `visible[r]` keys when CAUSAL, else all.
+    Row r sees the first `visible[r]` keys when CAUSAL, else all. With WHOLE, blocks of keys that
+    all rows see, the first `seen_by_all`, go through a loop that asks nothing.
     """
     acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
     peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
     mass = tl.zeros((q.shape[0],), tl.float32)
+    if WHOLE:
+        whole = tl.minimum(tl.maximum(seen_by_all // BLOCK_K, begin), end)
+        for block in range(begin, whole):
+            at = block * BLOCK_K + tl.arange(0, BLOCK_K)
+            if HAS_SLOTS:
+                where = tl.load(slots_ptr + at).to(tl.int64)
+            else:
+                where = at.to(tl.int64)
+            k = tl.load(k_ptr + where[:, None] * stride_ks + h[None, :])
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+            weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
+            decay = tl.exp2(peak - new_peak)
+            mass = mass * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None]
+            v = tl.load(v_ptr + where[:, None] * stride_vs + h[None, :])
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            peak = new_peak
+        begin = whole
     for block in range(begin, end):
         at = block * BLOCK_K + tl.arange(0, BLOCK_K)
         seen = at < k_len
@@ -130,6 +152,7 @@ def attend_shares(
     HAS_CU_Q: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_COST: tl.constexpr,
 ):
@@ -206,6 +229,7 @@ def attend_shares(
                 slots_base,
                 k_len,
                 tl.minimum(k_len - q_len + query + 1, k_len),
+                k_len - q_len + row0 // GROUP + 1 if CAUSAL else k_len,
                 begin,
                 end,
                 stride_ks,
@@ -216,6 +240,7 @@ def attend_shares(
                 BLOCK_K,
                 HAS_SLOTS,
                 CAUSAL,
+                WHOLE,
                 PRECISION,
             )
             if (begin == 0) & (end == tile_hi - first_block):
