@@ -47,6 +47,8 @@ Phase = Literal["prefill", "decode"]
 _LIMIT_MEASURED = 2.0
 _LIMIT_MODELLED = 16.0
 """How far correction may go: a measured profile is about right, a roofline may be far off."""
+_MOST_REMEMBERED = 1 << 16
+"""Predictions of single prompts that are kept: some 10 MB."""
 
 
 class Sib:
@@ -60,6 +62,7 @@ class Sib:
         self._profile = profile
         self._prefill_fits = sorted(profile.prefill, key=lambda fit: fit.dop)
         self._raw_prefill: dict[int, PrefillFit | Coefficients] = {}
+        self._raw_alone: dict[tuple[int, int, int], float] = {}
         self._prefill: dict[int, Coefficients] = {}
         self._decode: dict[tuple[int, int], list[tuple[float, DecodeFit]]] = {}
         limit = _LIMIT_MEASURED if profile.measured else _LIMIT_MODELLED
@@ -87,7 +90,16 @@ class Sib:
 
     def prefill_s(self, dop: int, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a prefill step on `dop` instances; `items` are (cached, new) tokens."""
-        return self._raw(dop).time_s(items) * self._factor("prefill", dop)
+        if len(items) != 1:
+            return self._raw(dop).time_s(items) * self._factor("prefill", dop)
+        # sizes of chunks are looked for among the same ones again and again
+        key = (dop, *items[0])
+        raw_s = self._raw_alone.get(key)
+        if raw_s is None:
+            if len(self._raw_alone) >= _MOST_REMEMBERED:
+                self._raw_alone.clear()
+            raw_s = self._raw_alone[key] = self._raw(dop).time_s(items)
+        return raw_s * self._factor("prefill", dop)
 
     def prefill_coefficients(self, dop: int) -> Coefficients:
         """The paper's formula of `prefill_s` now, with the online correction in it.
@@ -113,9 +125,12 @@ class Sib:
         `kv_tokens`, each later one `batch` more."""
         lengths = range(kv_tokens, kv_tokens + batch * num_steps, batch)
         found = self._decode.get((1, 1), [])
-        if len(found) != 1 or found[0][1].grid is not None:
+        if len(found) != 1:
             return [self.decode_s(dop=1, num_masters=1, batch=batch, kv_tokens=n) for n in lengths]
         ((share, fit),) = found
+        if fit.grid is not None:
+            factor, times = self._factor("decode", 1), fit.times_s(busiest=batch, kv_tokens=lengths)
+            return [share * step_s * factor for step_s in times]
         formula, factor = fit.coefficients, self._factor("decode", 1)
         extra_s, kv_token_s = formula.extra_s(batch), formula.kv_token_s
         floor_s, alpha_s = formula.floor_s, formula.alpha_s

@@ -268,17 +268,38 @@ class DecodeGrid(msgspec.Struct, frozen=True, kw_only=True):
         most = min(max(busiest, self.batches[0]), self.batches[-1])
         return most, min(max(kv_tokens, self.kv_tokens[0]), self.kv_tokens[-1])
 
+    def has(self, busiest: int, least_kv: float, most_kv: float) -> bool:
+        """Whether all places of this batch from `least_kv` to `most_kv` are inside the grid."""
+        least, most = self.kv_tokens[0], self.kv_tokens[-1]
+        inside = least <= least_kv and most_kv <= most
+        return inside and self.batches[0] <= busiest <= self.batches[-1]
+
     def time_s(self, busiest: int, kv_tokens: float) -> float:
         """Seconds at a place inside the grid."""
         row, right = _between(self.batches, busiest)
         column, below = _between(self.kv_tokens, kv_tokens)
-        upper, lower = self.times_s[row], self.times_s[min(row + 1, len(self.batches) - 1)]
-        next_column = min(column + 1, len(self.kv_tokens) - 1)
-        first = upper[column] + (upper[next_column] - upper[column]) * below
+        first = self._mixed(row, column, right)
+        if below == 0.0:
+            return first
+        return first + (self._mixed(row, column + 1, right) - first) * below
+
+    def times_of(self, busiest: int, kv_tokens: Sequence[float]) -> list[float]:
+        """`time_s` at several places of one batch, to the last bit."""
+        row, right = _between(self.batches, busiest)
+        line = [self._mixed(row, column, right) for column in range(len(self.kv_tokens))]
+        times = []
+        for at in kv_tokens:
+            column, below = _between(self.kv_tokens, at)
+            first = line[column]
+            times.append(first if below == 0.0 else first + (line[column + 1] - first) * below)
+        return times
+
+    def _mixed(self, row: int, column: int, right: float) -> float:
+        """Seconds between a row and the next, at one number of tokens."""
+        first = self.times_s[row][column]
         if right == 0.0:
             return first
-        second = lower[column] + (lower[next_column] - lower[column]) * below
-        return first + (second - first) * right
+        return first + (self.times_s[row + 1][column] - first) * right
 
     def fault(self) -> str:
         """What makes a prediction fall when work is added; empty when nothing does."""

@@ -161,6 +161,13 @@ class DecodeFit(msgspec.Struct, frozen=True, kw_only=True):
         rest_s = formula.step_s(busiest, kv_tokens) - formula.step_s(at, kv)
         return inside_s + max(rest_s, 0.0)
 
+    def times_s(self, *, busiest: int, kv_tokens: Sequence[float]) -> list[float]:
+        """`time_s` of several steps of one batch, to the last bit; `kv_tokens` ascend."""
+        grid = self.grid
+        if grid is None or not kv_tokens or not grid.has(busiest, kv_tokens[0], kv_tokens[-1]):
+            return [self.time_s(busiest=busiest, kv_tokens=kv) for kv in kv_tokens]
+        return grid.times_of(busiest, kv_tokens)
+
 
 class LinkFit(msgspec.Struct, frozen=True, kw_only=True):
     """What one pair of instances reaches, both ways: seconds at least, and bytes per second."""

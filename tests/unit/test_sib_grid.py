@@ -2,12 +2,17 @@
 
 import random
 from math import ceil
+from pathlib import Path
 
 import pytest
 
 from loongd.profiling import grid
+from loongd.sched.sib import Sib
 from loongd.sched.sib_fit import DecodePoint, MigratePoint, fit_decode, fit_migrate
 from loongd.sched.sib_fit_grid import refine_decode
+from loongd.sim.systems import load_profile
+
+PROFILES = Path(__file__).resolve().parents[2] / "etc" / "profiles"
 
 
 def captured(busiest: int, kv: float) -> float:
@@ -94,3 +99,32 @@ def test_a_planted_migration_is_found() -> None:
     assert found.error.worst < 1e-4
     with pytest.raises(ValueError, match="1 points"):
         fit_migrate(points[:1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_in_a_row_take_what_each_of_them_takes(seed: int) -> None:
+    """Inside the measured range, on its lines, and beyond it: to the last bit."""
+    profile = load_profile("h200-llama2-7b-tp1", PROFILES)
+    sib, rng = Sib(profile), random.Random(seed)
+    sib.observe_decode(dop=1, num_masters=1, batch=3, kv_tokens=900, elapsed_s=0.0051)
+    for _ in range(200):
+        batch = rng.choice((1, 2, 3, 5, 17, 100, 256, 300, 512, 600))
+        first, count = rng.choice((1, 400, rng.randrange(1, 300_000))), rng.randrange(40)
+        each = [
+            sib.decode_s(dop=1, num_masters=1, batch=batch, kv_tokens=first + batch * number)
+            for number in range(count)
+        ]
+        assert sib.decode_run_s(batch, first, count) == each
+
+
+def test_what_is_remembered_of_a_prompt_ends_with_the_profile() -> None:
+    profile = load_profile("h200-llama2-7b-tp1", PROFILES)
+    sib, items = Sib(profile), [(4096, 2048)]
+    before_s = sib.prefill_s(2, items)
+    for _ in range(40):
+        sib.observe_prefill(2, items, 1.5 * before_s)
+    assert sib.prefill_s(2, items) > 1.2 * before_s
+    sib.replace(load_profile("a800-llama2-7b-tp2", PROFILES))
+    fresh = Sib(load_profile("a800-llama2-7b-tp2", PROFILES))
+    assert sib.prefill_s(2, items) == fresh.prefill_s(2, items)
+    assert sib.prefill_s(2, items) != before_s

@@ -71,10 +71,7 @@ def _attend_blocks(
         whole = tl.minimum(tl.maximum(seen_by_all // BLOCK_K, begin), end)
         for block in range(begin, whole):
             at = block * BLOCK_K + tl.arange(0, BLOCK_K)
-            if HAS_SLOTS:
-                where = tl.load(slots_ptr + at).to(tl.int64)
-            else:
-                where = at.to(tl.int64)
+            where = tl.load(slots_ptr + at).to(tl.int64) if HAS_SLOTS else at.to(tl.int64)
             k = tl.load(k_ptr + where[:, None] * stride_ks + h[None, :])
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
