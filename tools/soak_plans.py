@@ -1,6 +1,6 @@
 """Random plans for minutes over real processes: no hang, and attention as dense float64 has it.
 
-One process per instance, talking over gloo (CPU) or NCCL (CUDA). All make the same endless
+One process per instance, over sockets (CPU) or NCCL (CUDA). All make the same endless
 sequence of plans from one seed (`random_plans`) and each runs those it is a member of, in order
 and at its own pace: groups work at once, and members cross between them. After every plan each
 member compares its rows with dense attention in float64 of the same inputs, and what its pool
@@ -336,7 +336,7 @@ def main() -> int:
     most, share = groups_at_once(reports)
     result = {
         "command": " ".join(["tools/soak_plans.py", *sys.argv[1:]]),
-        "transport": "nccl" if args.device == "cuda" else "gloo",
+        "transport": "nccl" if args.device == "cuda" else "sockets",
         "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu",
         "steps": sum(report["steps"] for report in reports),
         "migrations": sum(report["migrations"] for report in reports),

@@ -15,6 +15,7 @@ import queue
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -22,6 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongd.errors import WorkerError
+from loongd.model import arithmetic
+from loongd.worker import local
+from loongd.worker.local_ranks import LocalTensorParallel
 
 
 class Pending(Protocol):
@@ -52,11 +56,25 @@ class Transport(Protocol):
         """
 
 
-_TIMEOUT = datetime.timedelta(seconds=120)
+class TensorParallel(arithmetic.TensorParallel, Protocol):
+    """The workers of one instance, as all of a worker's parts need them.
+
+    A call returns when its result is in place (on CUDA: for the current stream). It never
+    overlaps with point-to-point transfers: attention has waited for all of them.
+    """
+
+    rank: int
+    size: int
+
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values."""
+
+
+_TIMEOUT = datetime.timedelta(seconds=local.TIMEOUT_S)
 
 
 class DistTransport:
-    """torch.distributed point-to-point on the default group: gloo on CPU, NCCL on CUDA.
+    """A worker of the world: NCCL's point-to-point on CUDA, `worker.local` on CPU.
 
     Worker `instance * tensor_parallel_size + t` talks to the workers of other instances with the
     same `t`: each holds the same heads. `tensor_parallel` is its group with the other workers of
@@ -79,7 +97,8 @@ class DistTransport:
         self.rank = rank // tensor_parallel_size
         self.sent_bytes = 0
         self.lingers = tensor_parallel_size == 1
-        self.tensor_parallel: DistTensorParallel | None = None
+        self.tensor_parallel: TensorParallel | None = None
+        self._local: local.LocalLinks | None = None
         self._size = tensor_parallel_size
         self._offset = rank % tensor_parallel_size
         on_gpu = device.type == "cuda"
@@ -92,14 +111,21 @@ class DistTransport:
                 timeout=_TIMEOUT,
                 device_id=device if on_gpu else None,
             )
-            self._open_pairs(world_size // tensor_parallel_size, device)
+            num_instances = world_size // tensor_parallel_size
+            if not on_gpu:
+                base = Path(f"{rendezvous}.{self._offset}")
+                peers = local.connect(self.rank, num_instances, base, dist.barrier)
+                self._local = local.LocalLinks(peers)
+            self._open_pairs(num_instances, device)
             if tensor_parallel_size > 1:
-                self.tensor_parallel = self._open_groups(world_size)
-        except (RuntimeError, ValueError) as error:
+                self.tensor_parallel = (
+                    self._open_groups(world_size) if on_gpu else self._connect_ranks(rendezvous)
+                )
+        except (OSError, RuntimeError, ValueError) as error:
             raise WorkerError(f"instances cannot reach each other: {error}") from error
 
     def _open_pairs(self, num_instances: int, device: torch.device) -> None:
-        # NCCL wants the first point-to-point batch from all ranks; gloo connects lazily too.
+        # NCCL wants the first point-to-point batch from all ranks.
         mine = torch.full((1,), self.rank, dtype=torch.int64, device=device)
         others = [rank for rank in range(num_instances) if rank != self.rank]
         theirs = {rank: torch.empty_like(mine) for rank in others}
@@ -107,6 +133,12 @@ class DistTransport:
         wrong = [rank for rank, seen in theirs.items() if int(seen) != rank]
         if wrong:
             raise WorkerError(f"instance {self.rank} got another's greeting from {wrong}")
+
+    def _connect_ranks(self, rendezvous: str) -> LocalTensorParallel:
+        base = Path(f"{rendezvous}.instance{self.rank}")
+        peers = local.connect(self._offset, self._size, base, dist.barrier)
+        links = local.LocalLinks(peers, kind="tp_rank")
+        return LocalTensorParallel(links, self._offset, self._size)
 
     def _open_groups(self, world_size: int) -> DistTensorParallel:
         # Every worker makes every instance's group, in the same order, and keeps its own.
@@ -120,9 +152,11 @@ class DistTransport:
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Pending:
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
+        if self._local is not None:
+            return self._local.post(sends, receives)
         ops = [dist.P2POp(dist.isend, tensor, self._worker(peer)) for peer, tensor in sends]
         ops += [dist.P2POp(dist.irecv, tensor, self._worker(peer)) for peer, tensor in receives]
-        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         with _reaching():
             return _Works(dist.batch_isend_irecv(ops) if ops else [], [t for _, t in sends])
 
@@ -146,11 +180,7 @@ def _reaching() -> Iterator[None]:
 
 
 class DistTensorParallel:
-    """The workers of one instance (`loongd.model.arithmetic.TensorParallel`).
-
-    A call returns when its result is in place (on CUDA: for the current stream). It never
-    overlaps with point-to-point transfers: attention has waited for all of them.
-    """
+    """`TensorParallel` over a group of torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.rank = rank
@@ -168,7 +198,6 @@ class DistTensorParallel:
         return torch.cat(parts, dim=1)
 
     def smallest(self, value: int, device: torch.device) -> int:
-        """The smallest of the ranks' values."""
         everyones = torch.tensor([value], dtype=torch.int64, device=device)
         with _reaching():
             dist.all_reduce(everyones, dist.ReduceOp.MIN, group=self._group)

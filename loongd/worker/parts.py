@@ -13,7 +13,7 @@ from loongd.kernels.attention import AttentionBackend
 from loongd.kernels.partials import FloatPartials, Partials
 from loongd.model.llama import Llama
 from loongd.model.spec import ModelSpec
-from loongd.worker.comm import DistTensorParallel, Transport
+from loongd.worker.comm import TensorParallel, Transport
 from loongd.worker.kvcache import KvCache
 from loongd.worker.memory import StepBytes
 
@@ -33,7 +33,7 @@ class Parts:
     transport: Transport
     backend: AttentionBackend
     kv: KvCache
-    tensor_parallel: DistTensorParallel | None
+    tensor_parallel: TensorParallel | None
     partials: Partials = field(default_factory=FloatPartials)
     step_bytes: StepBytes | None = None
     rehearsing: bool = False

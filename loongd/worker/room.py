@@ -11,7 +11,7 @@ import torch
 
 from loongd.errors import StepRefusedError, WorkerError
 from loongd.wire import RunStep
-from loongd.worker.comm import DistTensorParallel, Transport
+from loongd.worker.comm import TensorParallel, Transport
 from loongd.worker.memory import StepBytes
 
 LEAST_CHECKED_TOKENS = 4096
@@ -26,7 +26,7 @@ class Room:
         self,
         step_bytes: StepBytes | None,
         transport: Transport,
-        tensor_parallel: DistTensorParallel | None,
+        tensor_parallel: TensorParallel | None,
         device: torch.device,
     ) -> None:
         """`step_bytes` is None where nothing was measured, on all workers or on none."""

@@ -27,7 +27,7 @@ from loongd.model.weights import load_weights
 from loongd.wire import Audit, Ready, RunMigrate, RunStep, Sampled, Start
 from loongd.worker.attention import EspAttention
 from loongd.worker.captured import NO_GRAPHS, graph_pool
-from loongd.worker.comm import DistTensorParallel, DistTransport, LoopbackWorld, Transport
+from loongd.worker.comm import DistTransport, LoopbackWorld, TensorParallel, Transport
 from loongd.worker.decoder import Decoder, can_capture
 from loongd.worker.flight import Flight, Landed, report
 from loongd.worker.follow import LastDraw
@@ -355,7 +355,7 @@ def _take_device(start: Start) -> torch.device:
     return device
 
 
-def _join_world(start: Start, device: torch.device) -> tuple[Transport, DistTensorParallel | None]:
+def _join_world(start: Start, device: torch.device) -> tuple[Transport, TensorParallel | None]:
     if start.world_size == 1:
         return LoopbackWorld(1).transport(0), None
     transport = DistTransport(

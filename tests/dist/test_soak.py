@@ -32,7 +32,7 @@ def _soak(out: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_random_plans_over_gloo(tmp_path: Path) -> None:
+def test_random_plans_over_sockets(tmp_path: Path) -> None:
     """Groups of four processes, at once and crossing; each row against float64 attention."""
     found = _soak(tmp_path / "soak.json", "--instances", "4", "--seed", "7")
     assert found["hangs"] == 0
