@@ -4,7 +4,8 @@ Knows: what it costs. The fastest there is on Hopper (600 to 690 TFLOP/s), but e
 lengths takes 45 to 80 ms to plan (the first of a kind 1 s), once a thread. So causal squares are
 rounded down to at most 8 sizes an octave (above `_EXACT` the plan is small beside the work), and
 queries over a prefix, whose length is new in every chunk of a prompt, are cut in both directions
-into pieces of few sizes (`pieces`): 15 pairs in all. The caller does the rest another way. torch's
+into pieces of few sizes (`pieces`): 15 pairs in all. What is left of the queries is padded to a
+piece where that is faster (`query_rows`); the caller does the rest another way. torch's
 variable-length form replans at every call (58 ms): unusable.
 """
 
@@ -24,6 +25,10 @@ KEY_SIZES = (32768, 8192, 2048)
 """Pieces of attention over the pool; with the least of each it is faster here than in Triton,
 gathering included. Each piece of keys but the first costs a merge of its output, in bytes 1.4 % of
 its time with 32,768 keys, 6 % with 8,192, 22 % with 2,048 (at 600 TFLOP/s and 4 TB/s)."""
+LEAST_QUERIES = 320
+"""Queries over the pool from which a piece of the smallest size is faster here, padded, than they
+are in Triton: it takes as long whatever is in it, and 512 rows at 600 TFLOP/s take as long as 341
+at 400; Triton needs more launches besides."""
 _EXACT = 131072
 _STEP = 256
 _SHORTER = 4096
@@ -96,6 +101,13 @@ def pieces(length: int, sizes: Sequence[int]) -> list[int]:
         count, length = divmod(length, size)
         found += [size] * count
     return found
+
+
+def query_rows(length: int) -> int:
+    """How many of so many queries over the pool, from the first on, are for here: whole pieces, and
+    what is left where that is worth a padded one."""
+    rest = length % QUERY_SIZES[-1]
+    return length if rest >= LEAST_QUERIES else length - rest
 
 
 def attention(

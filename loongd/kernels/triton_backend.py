@@ -3,12 +3,13 @@
 Knows: which kernel suits which numbers of queries and keys. Does not know: serving.
 
 Few queries a span go to `split_kv`, more to `extend`; long squares and long pieces of the pool go
-to cuDNN where it works, with the odd rows and keys at their ends done by `extend` and merged.
+to cuDNN where it works, merged into what `extend` makes of the odd rows and keys at their ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from loongd.kernels import cudnn
 from loongd.kernels.attention import CudaFlashBackend, PoolSlots, Spans
@@ -155,9 +157,11 @@ class TritonBackend:
         state = _empty_state(q_TNH, torch.float32)
         few: list[Range] = []
         many: list[Range] = []
+        long: list[int] = []
         for i, one in enumerate(spans.ranges):
             if self._is_long(one):
-                many.extend(self._long(q_TNH, k_SKH, v_SKH, slots, i, one, state))
+                long.append(i)
+                many.extend(_odd(one))
             elif (one[1] - one[0]) * group <= MAX_DECODE_ROWS:
                 few.append(one)
             else:
@@ -166,6 +170,8 @@ class TritonBackend:
             if ranges:
                 pool = (k_SKH, v_SKH, slots.packed)
                 extend(q_TNH, *pool, tuple(ranges), scale=self._scale, out=state)
+        for i in long:
+            self._long(q_TNH, k_SKH, v_SKH, slots, i, spans.ranges[i], state)
         return state
 
     def _library(
@@ -179,7 +185,7 @@ class TritonBackend:
 
     def _is_long(self, one: Range) -> bool:
         q0, q1, k0, k1 = one
-        enough = q1 - q0 >= cudnn.QUERY_SIZES[-1] and k1 - k0 >= cudnn.KEY_SIZES[-1]
+        enough = q1 - q0 >= cudnn.LEAST_QUERIES and k1 - k0 >= cudnn.KEY_SIZES[-1]
         return self._use_cudnn and enough
 
     def _long(
@@ -191,11 +197,11 @@ class TritonBackend:
         span: int,
         one: Range,
         state: tuple[Tensor, Tensor],
-    ) -> list[Range]:
-        """Most of a long span by cuDNN, into `state`; returns the queries left to do."""
+    ) -> None:
+        """All but the odd rows and keys of a long span, added to what `state` has of its rows."""
         q0, q1, k0, k1 = one
-        q_pieces = list(_ranges(q0, cudnn.pieces(q1 - q0, cudnn.QUERY_SIZES)))
-        done = k0
+        queries = _query_pieces(q_TNH, q0, q0 + cudnn.query_rows(q1 - q0))
+        begun = (k1 - k0) % cudnn.KEY_SIZES[-1] > 0
         for first, end in _ranges(k0, cudnn.pieces(k1 - k0, cudnn.KEY_SIZES)):
             run = slots.run(span, first - k0, end - k0)
             if run is not None:
@@ -203,23 +209,45 @@ class TritonBackend:
             else:
                 at = slots.packed[first:end]
                 k, v = k_SKH.index_select(0, at), v_SKH.index_select(0, at)
-            for low, high in q_pieces:
-                out, lse = state[0][low:high], state[1][low:high]
-                part, part_lse = self._library(q_TNH[low:high], k, v, causal=False)
-                if first == k0:
+            for piece in queries:
+                found = self._library(piece.q, k, v, causal=False)
+                part, part_lse = (x[: piece.end - piece.first] for x in found)
+                out, lse = (x[piece.first : piece.end] for x in state)
+                if begun:
+                    merge_state_(out, lse, part, part_lse)
+                else:
                     out.copy_(part)
                     lse.copy_(part_lse)
-                else:
-                    merge_state_(out, lse, part, part_lse)
-            done = end
-        mid = q_pieces[-1][1]
-        if done < k1:
-            q, out, lse = q_TNH[q0:mid], state[0][q0:mid], state[1][q0:mid]
-            ranges = ((0, mid - q0, done, k1),)
-            merge_state_(
-                out, lse, *extend(q, k_SKH, v_SKH, slots.packed, ranges, scale=self._scale)
-            )
-        return [(mid, q1, k0, k1)] if mid < q1 else []
+            begun = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Queries:
+    """As many rows as the library is planned for: of the packed queries those from `first` to
+    `end`, and behind them rows whose results are dropped."""
+
+    q: Tensor
+    first: int
+    end: int
+
+
+def _query_pieces(q_TNH: Tensor, first: int, end: int) -> list[_Queries]:
+    """All of these queries in pieces, the last one padded where it must be."""
+    sizes = cudnn.pieces(end - first, cudnn.QUERY_SIZES)
+    found = [_Queries(q_TNH[low:high], low, high) for low, high in _ranges(first, sizes)]
+    done = first + sum(sizes)
+    if done < end:
+        padding = cudnn.QUERY_SIZES[-1] - (end - done)
+        found.append(_Queries(pad(q_TNH[done:end], (0, 0, 0, 0, 0, padding)), done, end))
+    return found
+
+
+def _odd(one: Range) -> list[Range]:
+    """What the library leaves of a long span: the last keys for its queries; the last queries."""
+    q0, q1, k0, k1 = one
+    mid, done = q0 + cudnn.query_rows(q1 - q0), k1 - (k1 - k0) % cudnn.KEY_SIZES[-1]
+    parts = ((q0, mid, done, k1), (mid, q1, k0, k1))
+    return [part for part in parts if part[0] < part[1] and part[2] < part[3]]
 
 
 def _ranges(start: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -6,16 +6,17 @@ Does not know: how the model makes q, k, v, or why the plan is as it is.
 
 Order per layer: new K/V of own requests is stored; queries leave with the first block; blocks of
 new K/V pass round the ring (the next block travels while this one is used); own pool; small blocks,
-which come all at once instead, while the pool is used; rounds of older tokens' keys (the next round
-travels while this one is used, the first while the model computes before this layer, or while the
-ring does); others' queries are answered; answers come back and are merged in group order. That
-fixed order makes the result independent of arrival; exact partial results
-(`kernels.exact_attention`) make it independent of the group too.
+which come all at once instead, while the pool is used; own pool for own and others' queries in one,
+where all are of one request; rounds of older tokens' keys (the next round travels while this one is
+used, the first while the model computes before this layer, or while the ring does); others' queries
+are answered; answers come back and are merged in group order. That fixed order makes the result
+independent of arrival; exact partial results (`kernels.exact_attention`) make it independent of the
+group too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from loongd.worker.heart import Pulse
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import (
     Gathered,
+    JointPart,
     Keep,
     KeyRound,
     PoolPart,
@@ -75,15 +77,17 @@ class _State:
 
 @dataclass(slots=True)
 class _Asked:
-    """Queries that travel to this member (`queries`) and from it.
+    """Queries that travel to this member (`queries`, back to back in `packed`) and from it.
 
     They leave with the first blocks, if any do: an exchange costs the host as much as a message.
-    Else `pending` is theirs alone.
+    Else `pending` is theirs alone. In a joint part, own queries are the first of `packed`.
     """
 
     sends: list[tuple[int, Tensor]]
     receives: list[tuple[int, Tensor]]
+    packed: Tensor
     queries: list[Tensor]
+    answers: list[Tensor] = field(default_factory=list)
     left: bool = False
     pending: Pending | None = None
 
@@ -134,7 +138,6 @@ class EspAttention:
         Stores the K/V that this member keeps. Collective over the members of the step.
         """
         layout = self._layout
-        window = self._windows[layer]
         if layer == self._tails_at:
             q_TNH = q_TNH[list(layout.sample_rows)]
         state = _State(q_TNH, self._partials)
@@ -151,18 +154,14 @@ class EspAttention:
         if layout.square is not None:
             rows = layout.square.rows
             part = (q_TNH[rows], k_TKH[rows], v_TKH[rows])
-            if window is None:
-                out, lse = self._backend.square_causal(*part, layout.square.spans)
-            else:
-                out, lse = self._partials.windowed(
-                    *part, layout.square.spans, scale=self._scale, window=window
-                )
-            state.add(rows, out, lse)
-        if layout.local is not None:
+            state.add(rows, *self._square(layer, *part, layout.square.spans))
+        if layout.local is not None and layout.joint is None:
             q_local = q_TNH[layout.local.q_rows]
             state.add(layout.local.q_rows, *self._over_pool(layer, q_local, layout.local))
         if layout.gathered is not None and blocks is not None:
             self._over_gathered(layer, layout.gathered, q_TNH, blocks, state)
+        if layout.joint is not None:
+            self._over_joint(layer, layout.joint, asked, state)
         self._over_rounds(layer, q_TNH, state)
         self._answer(layer, asked, state, q_TNH)
         if self._transport.lingers and layer + 1 < len(self._windows):
@@ -263,14 +262,15 @@ class EspAttention:
         q_part, k, v = q[step.q_rows], block[0][step.k_rows], block[1][step.k_rows]
         if len(q_part) == 0:
             return
+        state.add(step.q_rows, *self._square(layer, q_part, k, v, step.spans))
+
+    def _square(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
         window = self._windows[layer]
         if window is None:
-            out, lse = self._backend.square_causal(q_part, k, v, step.spans)
-        else:
-            out, lse = self._partials.windowed(
-                q_part, k, v, step.spans, scale=self._scale, window=window
-            )
-        state.add(step.q_rows, out, lse)
+            return self._backend.square_causal(q, k, v, spans)
+        return self._partials.windowed(q, k, v, spans, scale=self._scale, window=window)
 
     def _over_tails(self, q: Tensor, block: _Block, tails: Tails, state: _State) -> None:
         """The last new tokens alone, in the last layer: each sees all of its request's rows."""
@@ -297,6 +297,14 @@ class EspAttention:
             return self._backend.over_pool(q, k_SKH, v_SKH, part.slots, part.spans)
         k, v = k_SKH[part.slots.packed], v_SKH[part.slots.packed]
         return self._partials.windowed(q, k, v, part.spans, scale=self._scale, window=window)
+
+    def _over_joint(self, layer: int, joint: JointPart, asked: _Asked, state: _State) -> None:
+        """Others' queries came with the first blocks, which were waited for."""
+        out, lse = self._over_pool(layer, asked.packed, joint.part)
+        own = joint.num_own
+        state.add(joint.own_rows, out[:own], lse[:own])
+        lens = [len(theirs) for theirs in asked.queries]
+        asked.answers = list(_packed(out[own:], lse[own:]).split_with_sizes(lens))
 
     def _send_keys(self, layer: int, number: int) -> _Coming | None:
         """Start a round, if there is one: own keys to owners of queries, others' to this member."""
@@ -337,14 +345,19 @@ class EspAttention:
 
     def _ask(self, q: Tensor) -> _Asked:
         """Queries for holders, and room for those that others send."""
-        layout = self._layout
+        layout, joint = self._layout, self._layout.joint
         sends = [(member, q[rows].contiguous()) for member, rows, _ in layout.queries_out]
-        queries = [q.new_empty((count, *q.shape[1:])) for _, count, _ in layout.queries_in]
+        num_own = 0 if joint is None else joint.num_own
+        lens = [num_own, *(count for _, count, _ in layout.queries_in)]
+        packed = q.new_empty((sum(lens), *q.shape[1:]))
+        own, *queries = packed.split_with_sizes(lens)
+        if joint is not None:
+            own.copy_(q[joint.own_rows])
         receives = [
             (member, buffer)
             for (member, _, _), buffer in zip(layout.queries_in, queries, strict=True)
         ]
-        asked = _Asked(sends, receives, queries)
+        asked = _Asked(sends, receives, packed, queries)
         if len(layout.ring) < 2:  # nothing that they could leave with
             asked.pending = self._post(asked, [], [])
         return asked
@@ -354,10 +367,13 @@ class EspAttention:
         layout = self._layout
         if asked.pending is not None:  # else they came with a block, which was waited for
             asked.pending.wait()
-        sends = []
-        for (member, _, part), theirs in zip(layout.queries_in, asked.queries, strict=True):
-            out, lse = self._over_pool(layer, theirs, part)
-            sends.append((member, torch.cat((out, lse.unsqueeze(-1)), dim=-1)))
+        if layout.joint is None:
+            incoming = zip(layout.queries_in, asked.queries, strict=True)
+            asked.answers = [
+                _packed(*self._over_pool(layer, theirs, part)) for (*_, part), theirs in incoming
+            ]
+        askers = [member for member, _, _ in layout.queries_in]
+        sends = list(zip(askers, asked.answers, strict=True))
         answers = [
             (member, rows, self._answer_buffer(count, q.shape[1]))
             for member, rows, count in layout.queries_out
@@ -370,3 +386,8 @@ class EspAttention:
     def _answer_buffer(self, num_rows: int, num_heads: int) -> Tensor:
         shape = (num_rows, num_heads, self._partials.columns(self._kv.k_LSKH.shape[-1]) + 1)
         return torch.empty(shape, dtype=self._partials.dtype, device=self._kv.k_LSKH.device)
+
+
+def _packed(out: Tensor, lse: Tensor) -> Tensor:
+    """A partial result as one message."""
+    return torch.cat((out, lse.unsqueeze(-1)), dim=-1)

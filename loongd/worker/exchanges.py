@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from loongd.kernels.attention import PoolSlots
-from loongd.worker.layout import Ints, KeyRound, PoolPart, Rows
+from loongd.worker.layout import Ints, JointPart, KeyRound, PoolPart, Rows
 from loongd.worker.passing import Piece, piece_tokens, pieces
 from loongd.worker.shares import Item, Shares, join
 
@@ -51,6 +51,24 @@ def queries_in(shares: Shares) -> tuple[tuple[int, int, PoolPart], ...]:
         )
         parts.append((owner, sum(counts), part))
     return tuple(parts)
+
+
+def joint(
+    shares: Shares, local: PoolPart | None, incoming: Sequence[tuple[int, int, PoolPart]]
+) -> JointPart | None:
+    """`StepLayout.joint`. Not where there are windows: these look at few older tokens."""
+    if local is None or not incoming or shares.windowed:
+        return None
+    parts = [local, *(part for _, _, part in incoming)]
+    slots = [of_span for part in parts for of_span in part.slots.per_span]
+    count = sum(sum(part.spans.q_lens) for part in parts)
+    # a request's own older tokens are one list of slots, wherever they are looked at
+    one_request = all(of_span is slots[0] for of_span in slots)
+    if not one_request or count <= shares.row_bytes.joint_rows:
+        return None
+    spans = shares.spans((count,), local.spans.k_lens, [], [])
+    part = PoolPart(slice(0, count), local.slots, spans)
+    return JointPart(local.q_rows, local.spans.q_lens[0], part)
 
 
 def stays(shares: Shares, item: Item) -> bool:

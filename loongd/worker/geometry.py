@@ -22,7 +22,7 @@ import numpy as np
 
 from loongd.errors import PlanError
 from loongd.wire import RunStep
-from loongd.worker.exchanges import key_rounds, queries_in, queries_out, stays
+from loongd.worker.exchanges import joint, key_rounds, queries_in, queries_out, stays
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import (
     Gathered,
@@ -76,6 +76,7 @@ class _Builder:
         owned = [item for item in shares.items if item.rows[0] < item.rows[1]]
         ring = self._ring()
         sampling = [item for item in owned if shares.owns_last(item)]
+        local, incoming = self._local(), queries_in(shares)
         return StepLayout(
             me=shares.me,
             members=shares.members,
@@ -90,9 +91,10 @@ class _Builder:
             gathered=self._gathered(ring),
             store=self._store(),
             square=self._square(),
-            local=self._local(),
+            local=local,
             queries_out=queries_out(shares),
-            queries_in=queries_in(shares),
+            queries_in=incoming,
+            joint=joint(shares, local, incoming),
             rounds=key_rounds(shares),
             sample_rows=tuple(item.rows[1] - 1 for item in sampling),
             sampled=tuple(item.extend for item in sampling),

@@ -32,6 +32,9 @@ GATHERED_ROWS = 1024
 """Most new tokens of a member for which all members send their K and V to all at once. So few are
 launched by the host more slowly than computed (28 us each, 8B on an H200, against 1.7 ms and more a
 layer), and a ring launches anew for each block; more should travel while others are used."""
+JOINT_ROWS = 64
+"""Up to so many queries of a request, own ones do not wait for others': reading its keys takes most
+of the time, and is done while these are on their way."""
 FLOPS_PER_BYTE = 1775
 """What a member computes in attention while a byte comes from another: 600 TFLOP/s, as cuDNN does
 on an H200, over the 338 GB/s that NVLink gives it each way. Elsewhere keys may travel too late or
@@ -43,7 +46,8 @@ class RowBytes:
     """Bytes that one row costs on the way: a query with its float32 answer, and a token's K, V.
 
     `pair_flops` are the operations of a query over a key: with 0 bytes alone decide what travels.
-    `round_tokens` and `gathered_rows` bound what is in memory at once.
+    `round_tokens` and `gathered_rows` bound what is in memory at once; more than `joint_rows`
+    queries of a request are attended to together.
     """
 
     query: int
@@ -51,6 +55,7 @@ class RowBytes:
     pair_flops: int = 0
     round_tokens: int = ROUND_TOKENS
     gathered_rows: int = GATHERED_ROWS
+    joint_rows: int = JOINT_ROWS
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> RowBytes:
@@ -127,6 +132,16 @@ class PoolPart:
 
 
 @dataclass(frozen=True, slots=True)
+class JointPart:
+    """One request's queries over this member's own pool, attended to at once: `num_own` own ones
+    (`own_rows` of the packed queries), then those of `StepLayout.queries_in`."""
+
+    own_rows: Rows
+    num_own: int
+    part: PoolPart
+
+
+@dataclass(frozen=True, slots=True)
 class KeyRound:
     """One piece of older tokens of each member that sends keys, as far as it concerns this member.
 
@@ -169,6 +184,8 @@ class StepLayout:
     """(member, rows, number of rows) of own queries that go to a holder."""
     queries_in: tuple[tuple[int, int, PoolPart], ...]
     """(member, number of rows, what they look at here)."""
+    joint: JointPart | None
+    """`local` and all of `queries_in` in one, where they are of one request."""
     rounds: tuple[KeyRound, ...]
     """Older tokens whose keys travel, in the order in which they do."""
     sample_rows: tuple[int, ...]

@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 class Options:
     """How the attention is made: `row_bytes` as for float32 when None, the same `layers` times.
 
-    `in_ring` passes small blocks round too, which are otherwise gathered.
+    `in_ring` passes small blocks round too, which are otherwise gathered; a request's own and
+    others' queries are joined where they are more than `joint_rows`.
     """
 
     window: int | None = None
@@ -37,6 +38,7 @@ class Options:
     num_layers: int = 1
     lingers: bool = True
     in_ring: bool = False
+    joint_rows: int = 0
     partials: Partials = field(default_factory=FloatPartials)
 
 
@@ -168,6 +170,7 @@ def run_all(
     pools, step = make_pools(members, cases, truths, options), make_step(members, cases)
     heads = (truths[0].q.shape[1], truths[0].k.shape[1])
     row_bytes = options.row_bytes or RowBytes.of(*heads, HEAD_DIM, 4)
+    row_bytes = replace(row_bytes, joint_rows=options.joint_rows)
     if options.in_ring:
         row_bytes = replace(row_bytes, gathered_rows=0)
     world = LoopbackWorld(8, timeout_s=2 if options.num_slots == 256 else 60)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loongd.errors import PlanError
-from loongd.kernels.attention import CpuFlashBackend, DenseBackend, Spans
+from loongd.kernels.attention import CpuFlashBackend, DenseBackend, PoolSlots, Spans
 from loongd.wire import Extend, RunStep
 from loongd.worker.comm import LoopbackTransport, Pending
 from loongd.worker.geometry import lay_out
@@ -72,6 +72,84 @@ def test_any_plan_with_a_sliding_window_equals_dense_attention(
     members, cases, seed = case
     backend = DenseBackend(HEAD_DIM**-0.5)
     check(members, cases, make_truths(cases, seed, 4, 2), backend, Options(window=window))
+
+
+@st.composite
+def chunks_over_own(draw: st.DrawFn, dop: int) -> tuple[tuple[int, ...], list[Case], RowBytes]:
+    """A chunk whose queries go to all holders or to those of many tokens, beside requests that
+    look at no older tokens, or, now and then, at some."""
+    members = tuple(draw(st.permutations(range(5)))[:dop])
+    runs = draw(st.lists(st.tuples(st.sampled_from(members), st.integers(1, 20)), min_size=1))
+    cached_on = tuple(member for member, count in runs[:6] for _ in range(count))
+    num_new = draw(st.sampled_from((8, 17, 40, 4, 2, 1)))
+    cases = [Case(cached_on, num_new, None, ((draw(st.sampled_from(members)), num_new),))]
+    if draw(st.booleans()):
+        where = draw(st.sampled_from(members))
+        cases.insert(draw(st.integers(0, 1)), Case((), 6, None, ((where, 6),)))
+    if draw(st.booleans()):
+        held = draw(st.sampled_from(((), (), (members[0],) * 3)))
+        cases.append(Case(held, draw(st.integers(1, 3)), draw(st.sampled_from(members)), ()))
+    # a key costs as much as so many queries: above, holders of few tokens send keys
+    key = draw(st.sampled_from((1 << 20, 1 << 20, 1)))
+    return members, cases, RowBytes(query=1, key=key, round_tokens=7)
+
+
+@pytest.mark.parametrize("dop", [2, 3, 4])
+def test_own_and_others_queries_in_one_equal_dense_attention(dop: int) -> None:
+    """Whatever else is in the step."""
+    reached = 0
+
+    @settings(max_examples=40, deadline=None)
+    @given(chunks_over_own(dop), st.sampled_from(HEADS), st.booleans(), st.sampled_from((0, 0, 16)))
+    def equal(
+        chunk: tuple[tuple[int, ...], list[Case], RowBytes],
+        heads: tuple[int, int],
+        in_ring: bool,
+        joint_rows: int,
+    ) -> None:
+        nonlocal reached
+        members, cases, row_bytes = chunk
+        options = Options(row_bytes=row_bytes, num_layers=2, in_ring=in_ring, joint_rows=joint_rows)
+        truths = make_truths(cases, len(cases[0].cached_on), *heads)
+        ran = check(members, cases, truths, CpuFlashBackend(HEAD_DIM**-0.5), options)
+        reached += sum(one.joint is not None for one in ran.layouts.values())
+
+    equal()
+    assert reached > 5
+
+
+def _joint(
+    members: tuple[int, ...], cases: list[Case], me: int, *, windowed: bool = False, most: int = 0
+) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """Own rows, queries and keys of the joint part of member `me`, when queries travel."""
+    pool = make_pools(members, cases, make_truths(cases, 0, 2, 1))[me]
+    row_bytes = RowBytes(query=1, key=1 << 20, joint_rows=most)
+    step = make_step(members, cases)
+    joint = lay_out(step, me, pool, row_bytes=row_bytes, windowed=windowed).joint
+    if joint is None:
+        return None
+    return joint.num_own, joint.part.spans.q_lens, joint.part.spans.k_lens
+
+
+def test_which_queries_are_joined() -> None:
+    """Those of one striped request, if they are many, where nothing else looks at this pool."""
+    held = Case((0,) * 9 + (2,) * 5, 20, None, ((0, 20),))
+    members = (2, 0, 1)
+    assert _joint(members, [held], 2) == (7, (20,), (5,))
+    assert _joint(members, [held], 0) == (7, (20,), (9,))
+    assert _joint(members, [held], 1) is None
+    assert _joint(members, [held], 0, most=19) == (7, (20,), (9,))
+    assert _joint(members, [held], 0, most=20) is None
+    assert _joint(members, [held], 0, windowed=True) is None
+    fresh, decoding = Case((), 4, None, ((1, 4),)), Case((1,) * 3, 1, 1, ())
+    assert _joint(members, [fresh, held, decoding], 0) == (7, (20,), (9,))
+    for other in (held, Case((0,), 1, 1, ()), Case((0,), 1, 0, ())):
+        assert _joint(members, [held, other], 0) is None
+    only_asked = Case((0,) * 9, 20, 1, ())
+    assert _joint(members, [only_asked], 0) is None
+    assert _joint((0,), [Case((0,) * 9, 20, None, ((0, 20),))], 0) is None
+    too_few = Case((1,) * 9, 2, None, ((1, 2),))
+    assert _joint(members, [too_few], 1) is None
 
 
 @pytest.mark.parametrize("in_ring", [True, False])
@@ -203,6 +281,7 @@ class _CountingFlash(CpuFlashBackend):
     """Counts calls of all instances."""
 
     squares = 0
+    pools = 0
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -210,7 +289,14 @@ class _CountingFlash(CpuFlashBackend):
         self.squares += 1
         return super().square_causal(q_TNH, k_TKH, v_TKH, spans)
 
+    def over_pool(
+        self, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, slots: PoolSlots, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        self.pools += 1
+        return super().over_pool(q_TNH, k_SKH, v_SKH, slots, spans)
 
+
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("dop", "in_ring", "exchanges", "messages", "squares"),
     [(2, True, 2, 4, 2), (2, False, 2, 3, 1), (4, True, 4, 10, 4), (4, False, 2, 7, 1)],
@@ -223,9 +309,11 @@ def test_exchanges_and_launches_of_a_layer(
     monkeypatch: pytest.MonkeyPatch,
     *,
     in_ring: bool,
+    apart: bool,
 ) -> None:
     """A small chunk over older tokens on members 0 and 1: what member 0 posts and sends. Queries
-    leave with the first blocks; blocks that are gathered are one message and one launch."""
+    leave with the first blocks; blocks that are gathered are one message and one launch, and so are
+    own and others' queries, unless they stay apart."""
     posted: list[int] = []
     post = LoopbackTransport.post
 
@@ -238,10 +326,11 @@ def test_exchanges_and_launches_of_a_layer(
     case = Case((0,) * 200 + (1,) * 200, 40, None, ((0, 40),))
     truths = make_truths([case], 7, 4, 2)
     backend = _CountingFlash(HEAD_DIM**-0.5)
-    options = Options(num_slots=512, in_ring=in_ring)
+    options = Options(num_slots=512, in_ring=in_ring, joint_rows=40 if apart else 39)
     check(tuple(range(dop)), [case], truths, backend, options)
     assert (len(posted), sum(posted)) == (exchanges, messages)
     assert backend.squares == squares * dop
+    assert backend.pools == 2 * (dop if apart else 1)
 
 
 def test_a_ring_reads_queries_and_blocks_in_place() -> None:

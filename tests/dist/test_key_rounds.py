@@ -168,6 +168,16 @@ def _sizes(layout: StepLayout, member: int) -> list[list[int]]:
     return [list(part.spans.k_lens) for part in parts if part is not None]
 
 
+def _by_position(outs: dict[int, Tensor], members: tuple[int, ...], num_new: int) -> Tensor:
+    """Attention of the first request's new tokens, whoever computed them."""
+    some = outs[members[0]]
+    prompt = some.new_empty((num_new, *some.shape[1:]))
+    for index, member in enumerate(members):
+        share = len(range(index, num_new, len(members)))
+        prompt[index :: len(members)] = outs[member][:share]
+    return prompt
+
+
 @pytest.mark.parametrize("members", [(0, 1), (1, 3, 0, 2)])
 def test_exact_partials_keep_their_bits_whatever_travels(members: tuple[int, ...]) -> None:
     """Queries or keys, in rounds of any size, new keys in a ring or at once, over any group: not
@@ -182,13 +192,33 @@ def test_exact_partials_keep_their_bits_whatever_travels(members: tuple[int, ...
     for row_bytes, in_ring in ways:
         options = Options(row_bytes=row_bytes, partials=partials, in_ring=in_ring)
         outs = run_all(members, cases, truths, ExactBackend(partials), options).outs
-        prompt = torch.empty(18, 3, HEAD_DIM)
-        for index, member in enumerate(members):
-            prompt[index :: len(members)] = outs[member][: len(range(index, 18, len(members)))]
-        rows.append((prompt, outs[0][-1]))
+        rows.append((_by_position(outs, members, 18), outs[0][-1]))
     alone_case = [replace(case, cached_on=(0,) * len(case.cached_on)) for case in cases]
     alone_case[0] = replace(alone_case[0], keep=((0, 18),))
     alone = run_all((0,), alone_case, truths, ExactBackend(partials), Options(partials=partials))
     for prompt, token in rows:
         assert torch.equal(prompt, alone.outs[0][:18])
         assert torch.equal(token, alone.outs[0][18])
+
+
+@pytest.mark.parametrize("members", [(0, 1), (2, 1, 0), (1, 3, 0, 2)])
+def test_exact_partials_keep_their_bits_when_queries_are_joined(members: tuple[int, ...]) -> None:
+    """Own and others' queries in one, or apart, with one holder's keys travelling beside or not."""
+    cached = (0,) * 20 + (1,) * 14 + (0,) * 7
+    case = Case(cached, 19, None, ((1, 19),))
+    truths = make_truths([case], 13, 6, 2)
+    partials = ExactPartials(torch.float32, SCALE)
+    backend = ExactBackend(partials)
+    alone_case = Case((0,) * len(cached), 19, None, ((0, 19),))
+    alone = run_all((0,), [alone_case], truths, backend, Options(partials=partials)).outs[0]
+    of_all = RowBytes(1, 1 << 20)
+    # 14 tokens are fewer bytes than a member's queries, and 27 are not
+    of_most = RowBytes(20, len(range(0, 19, len(members))), round_tokens=5)
+    for row_bytes, holders in ((of_all, [0, 1]), (of_most, [0])):
+        for joint_rows in (0, 19):
+            options = Options(row_bytes=row_bytes, partials=partials, joint_rows=joint_rows)
+            ran = run_all(members, [case], truths, backend, options)
+            joined = [m for m in sorted(members) if ran.layouts[m].joint is not None]
+            assert joined == ([] if joint_rows else holders)
+            assert bool(ran.layouts[0].rounds) == (len(holders) == 1)
+            assert torch.equal(_by_position(ran.outs, members, 19), alone)

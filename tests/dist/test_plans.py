@@ -5,8 +5,10 @@ The oracle is transformers: a full forward pass over the tokens so far, after ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from loongd.wire import Sampling
-from loongd.worker.layout import RowBytes
+from loongd.worker import geometry
+from loongd.worker.layout import JointPart, RowBytes
+from loongd.worker.shares import Shares
 
 NUM_INSTANCES = 4
 
@@ -99,6 +103,21 @@ def _live(draw: st.DrawFn, cluster: Cluster, model: torch.nn.Module, length: int
     cluster.check()
 
 
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Size of the group for each member that attended to own and others' queries in one."""
+    found: list[int] = []
+    joint = geometry.joint
+
+    def counting(shares: Shares, *parts: Any) -> JointPart | None:
+        part = joint(shares, *parts)
+        found.extend([shares.dop] * (part is not None))
+        return part
+
+    monkeypatch.setattr(geometry, "joint", counting)
+    return found
+
+
 SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
@@ -109,21 +128,61 @@ def _eager(monkeypatch: pytest.MonkeyPatch, llama_dir: Path, round_tokens: int) 
     def slow(*sizes: int) -> RowBytes:
         return replace(of(*sizes), pair_flops=1 << 30, round_tokens=round_tokens)
 
+    return _costing(monkeypatch, llama_dir, slow)
+
+
+def _asking(monkeypatch: pytest.MonkeyPatch, llama_dir: Path) -> Cluster:
+    """Instances of whose older tokens queries come to all, and are joined however few they are."""
+    return _costing(monkeypatch, llama_dir, lambda *_: RowBytes(query=1, key=1 << 20, joint_rows=0))
+
+
+def _costing(
+    monkeypatch: pytest.MonkeyPatch, llama_dir: Path, of: Callable[..., RowBytes]
+) -> Cluster:
     with monkeypatch.context() as patch:
-        patch.setattr(RowBytes, "of", slow)
+        patch.setattr(RowBytes, "of", of)
         return Cluster(llama_dir, NUM_INSTANCES)
 
 
 @pytest.mark.timeout(300)
 def test_llama_under_any_plan(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
-    clusters = [Cluster(llama_dir, NUM_INSTANCES)]
+    clusters = [Cluster(llama_dir, NUM_INSTANCES), _asking(monkeypatch, llama_dir)]
     clusters += [_eager(monkeypatch, llama_dir, round_tokens) for round_tokens in (3, 16)]
 
     @settings(max_examples=40, **SLOW)
     @given(st.data(), st.sampled_from(clusters), st.sampled_from((1, 2, 3, 4, 5, 17, 40)))
     def live(data: st.DataObject, cluster: Cluster, length: int) -> None:
         _live(data.draw, cluster, model, length)
+
+    live()
+
+
+@pytest.mark.parametrize("dop", [2, 3, 4])
+def test_chunks_of_one_group_in_which_queries_are_joined(
+    dop: int, llama_dir: Path, monkeypatch: pytest.MonkeyPatch, joined: list[int]
+) -> None:
+    """Three chunks, kept anywhere; every holder of the first is asked by the others in each."""
+    model = LlamaForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
+    cluster = _asking(monkeypatch, llama_dir)
+    chunk = st.integers(dop, 20)
+
+    @settings(max_examples=10, **SLOW)
+    @given(st.data(), st.permutations(range(NUM_INSTANCES)), st.tuples(chunk, chunk, chunk))
+    def live(data: st.DataObject, order: list[int], counts: tuple[int, ...]) -> None:
+        cluster.reset()
+        joined.clear()
+        group = order[:dop]
+        sequence = Sequence("r", [(37 * i + 11 * dop) % 199 for i in range(sum(counts))])
+        num_holders = []
+        for number, count in enumerate(counts):
+            num_holders.append(len(sequence.holders))
+            work = [(sequence, count, None, _keep(data.draw, group, count, None))]
+            sampled = cluster.extend(group, work, sample=number == 2)
+        logprobs = _expected(model, sequence.tokens)
+        assert sampled["r"].logprob == pytest.approx(float(logprobs.max()), abs=2e-3)
+        assert joined == [dop] * sum(num_holders)
+        cluster.check(sequence)
 
     live()
 

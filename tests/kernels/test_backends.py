@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from kernel_kit import assert_close, make_problem, poisoned
 from torch import Tensor
 
-from loongd.kernels import cudnn, reference
+from loongd.kernels import cudnn, reference, triton_backend
 from loongd.kernels.attention import PoolSlots, Spans
 from loongd.kernels.triton_backend import TritonBackend
 
@@ -25,7 +26,7 @@ MIXES = [
 
 @pytest.fixture
 def small_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """Stand-in for cuDNN from 64 tokens on; returns the calls it got: queries, keys, causal."""
+    """Stand-in for cuDNN from 64 tokens on, or 20 over 64; the calls: queries, keys, causal."""
     calls = []
 
     def attention(
@@ -40,6 +41,7 @@ def small_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         monkeypatch.setattr(cudnn, name, 64)
     monkeypatch.setattr(cudnn, "_STEP", 64)
     monkeypatch.setattr(cudnn, "QUERY_SIZES", (64, 32))
+    monkeypatch.setattr(cudnn, "LEAST_QUERIES", 20)
     monkeypatch.setattr(cudnn, "KEY_SIZES", (128, 64))
     return calls
 
@@ -51,9 +53,10 @@ def check_over_pool(
     k_lens: Sequence[int],
     *,
     gap_at: int | None = None,
+    heads: tuple[int, int] = (6, 2),
 ) -> None:
     """With `gap_at`, the slots are two runs, the second one from that key on."""
-    p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    p = make_problem(q_lens, k_lens, heads=heads, head_dim=64, dtype=FULL, device=device)
     if gap_at is not None:
         at = torch.arange(len(p.slots), device=device)
         at[gap_at:] += 1
@@ -84,6 +87,122 @@ def test_over_pool_long(
     check_over_pool(backend, device, (70, 100, 3, 65), (33, 330, 40, 64), gap_at=gap_at)
     of_second = [(rows, keys, False) for keys in (128, 128, 64) for rows in (64, 32)]
     assert small_cudnn == [*of_second, (64, 64, False)]
+
+
+PADDED = [
+    (1, []),
+    (19, []),
+    (20, [32]),
+    (21, [32]),
+    (31, [32]),
+    (32, [32]),
+    (33, [32]),
+    (51, [32]),
+    (52, [32, 32]),
+    (63, [32, 32]),
+    (64, [64]),
+    (83, [64]),
+    (84, [64, 32]),
+    (115, [64, 32]),
+    (116, [64, 32, 32]),
+]
+"""Queries, and the pieces that they are cut into."""
+
+
+@pytest.mark.parametrize("gap_at", [None, 100])
+@pytest.mark.parametrize(("num_q", "pieces"), PADDED, ids=str)
+def test_queries_that_are_left_over_fill_a_padded_piece(
+    device: torch.device,
+    small_cudnn: list[tuple[int, int, bool]],
+    num_q: int,
+    pieces: list[int],
+    gap_at: int | None,
+) -> None:
+    """Few that are left go to Triton, and with whole pieces of keys it has nothing else to do."""
+    for num_k, keys in ((64, [64]), (129, [128]), (192, [128, 64])):
+        check_over_pool(
+            TritonBackend(0.125, use_cudnn=True),
+            device,
+            (num_q,),
+            (num_k,),
+            gap_at=gap_at if num_k > 100 else None,
+            heads=(8, 2),
+        )
+        assert small_cudnn == [(rows, part, False) for part in keys for rows in pieces]
+        small_cudnn.clear()
+
+
+def test_padded_pieces_beside_other_spans(
+    device: torch.device, small_cudnn: list[tuple[int, int, bool]]
+) -> None:
+    """Each row has its own span's result, and none that is dropped reaches a neighbour."""
+    backend = TritonBackend(0.125, use_cudnn=True)
+    q_lens, k_lens = (21, 2, 52, 30, 90, 24), (130, 70, 64, 0, 257, 63)
+    for heads in ((3, 3), (6, 1)):
+        check_over_pool(backend, device, q_lens, k_lens, heads=heads)
+        first, third = [(32, 128, False)], [(32, 64, False)] * 2
+        fifth = [(rows, 128, False) for _ in range(2) for rows in (64, 32)]
+        assert small_cudnn == [*first, *third, *fifth]
+        small_cudnn.clear()
+
+
+def test_a_long_span_is_one_launch_of_own_kernels(
+    device: torch.device,
+    small_cudnn: list[tuple[int, int, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Odd keys and odd queries together; none where there are neither."""
+    launched: list[tuple[triton_backend.Range, ...]] = []
+    extend = triton_backend.extend
+
+    def counting(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        launched.append(args[4])
+        return extend(*args, **options)
+
+    monkeypatch.setattr(triton_backend, "extend", counting)
+    backend = TritonBackend(0.125, use_cudnn=True)
+    check_over_pool(backend, device, (70,), (135,))
+    assert launched == [((0, 64, 128, 135), (64, 70, 0, 135))]
+    launched.clear()
+    check_over_pool(backend, device, (90,), (128,))
+    assert launched == []
+    assert small_cudnn == [(64, 128, False), (64, 128, False), (32, 128, False)]
+
+
+def test_a_rehearsal_launches_the_same_and_calls_no_library(
+    device: torch.device,
+    small_cudnn: list[tuple[int, int, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts of a padded piece too have the sizes and strides that they will have."""
+    merged: list[tuple[Any, ...]] = []
+
+    def noting(*states: Tensor) -> None:
+        merged.append(tuple((x.shape, x.stride(), x.dtype) for x in states))
+
+    def by_head(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = stand_in(*args, **options)
+        return out, lse.T.contiguous().T
+
+    monkeypatch.setattr(triton_backend, "merge_state_", noting)
+    stand_in = cudnn.attention
+    monkeypatch.setattr(cudnn, "attention", by_head)
+    p = make_problem((90,), (135,), heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    slots = PoolSlots((p.slots.cpu().numpy().astype(np.int64),), device)
+    backend = TritonBackend(p.scale, use_cudnn=True)
+    for one in (backend, backend.rehearsing()):
+        one.over_pool(p.q, p.k, p.v, slots, Spans((90,), (135,), device))
+    assert small_cudnn == [(64, 128, False), (32, 128, False)]
+    assert merged[:2] == merged[2:]
+    assert [states[2][0] for states in merged] == [(64, 6, 64), (26, 6, 64)] * 2
+
+
+@pytest.mark.parametrize("left", [1, 319, 320, 321, 511])
+@pytest.mark.parametrize("whole", [0, 512, 3 * 512, 8192])
+def test_queries_for_the_library(whole: int, left: int) -> None:
+    """Whole pieces, and from 320 left on these too."""
+    assert cudnn.query_rows(whole) == whole
+    assert cudnn.query_rows(whole + left) == whole + (left if left >= 320 else 0)
 
 
 @pytest.mark.parametrize("use_cudnn", [False, True])

@@ -230,7 +230,7 @@ def test_small_kernels(device: torch.device, dtype: torch.dtype) -> None:
 def test_chosen_backend(device: torch.device, in_runs: bool) -> None:
     """What `select_backend` takes for bf16, at sizes where each of its ways is used."""
     backend = select_backend(device, torch.bfloat16, 128, 128**-0.5)
-    q_lens, k_lens = (700, 1, 90, 2000), (5003, 40, 100, 2100)
+    q_lens, k_lens = (700, 1, 90, 2000, 400, 900), (5003, 40, 100, 2100, 4096, 5003)
     p = make_problem(
         q_lens, k_lens, heads=(8, 2), head_dim=128, dtype=torch.bfloat16, device=device
     )
