@@ -99,8 +99,8 @@ def _random_plan(chance: random.Random, world: int) -> _Plan:
     def some() -> list[int]:
         return sorted(chance.sample(members, chance.randint(1, world)))
 
-    new = int(2 ** chance.uniform(0, 11.5))
-    cached = int(2 ** chance.uniform(3, 13)) if chance.random() < 0.8 else 0
+    new = int(2 ** chance.uniform(0, 13.2))
+    cached = int(2 ** chance.uniform(3, 14)) if chance.random() < 0.8 else 0
     return _Plan(members, new, cached, some(), some())
 
 

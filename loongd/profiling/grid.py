@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, cycle
 from statistics import median, median_low
 
 from loongd.sched.sib_detail import LONG_CACHED_TOKENS, LONG_NEW_TOKENS
@@ -38,7 +38,7 @@ _UNEVEN_BATCHES = (2, 3, 4)
 _READING_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Of those, the ones that are measured over much KV too."""
 _LEAST_SHARED = 256
-_SHARED_BY = ((3,), (2, 6))
+_SHARED_BY = (3, 2, 6)
 """Requests that share a padded size of so many tokens or more, in turn."""
 _FEW_QUERIES = (33, 190, 410)
 """New tokens of small chunks, beside what parts of the longest step give."""
@@ -52,8 +52,16 @@ _SMALL_CHUNKS = ((16384, 31), (8192, 79), (5376, 119), (1024, 200))
 """Cached tokens of each member, about, and new tokens."""
 _LONG_CHUNKS = (8192, 4096)
 """Cached tokens of each member under a few more than the fewest new ones of a long chunk."""
-_REPLAYED_CHUNKS = ((2048, 1900), (6144, 1500), (12288, 1100), (6144, 600), (1024, 800))
-"""Cached tokens of each member, about, and new tokens, of the larger replays on a group."""
+_ALONE_CHUNKS = ((2048, 1900), (12288, 1500), (24576, 1000), (40960, 700), (40960, 900))
+_GROUP_CHUNKS = (
+    *((2048, 7500), (4096, 5500), (8192, 3000), (24576, 3400), (32768, 1400), (65536, 700)),
+    *((12288, 600), (1024, 900), (40960, 2600)),
+)
+"""Cached tokens of each member, about, and new tokens, of the larger replays on one instance and on
+a group; the last ones are no replays, for their pairs."""
+_BESIDE_REPLAYS = 4
+"""Chunks that are too long to be replayed have so many times less cached tokens, for their devices
+to wait for a host."""
 _NOT_PADDED = PaddedSizes([], [])
 
 
@@ -192,8 +200,7 @@ def prefill_sizes(
     ]
     batches += [
         ((0, _uneven(size) // count),) * count
-        for at, size in enumerate(shared)
-        for count in _SHARED_BY[at % len(_SHARED_BY)]
+        for size, count in zip(shared, cycle(_SHARED_BY), strict=False)
     ]
     most = min(NUM_BLOCKS, most_cached // block_tokens)
     chunks: list[Items] = [
@@ -242,18 +249,23 @@ def launch_sizes(
     """Steps so small that a GPU waits for its host: prompts, chunks, and chunks that are long by
     `sched.sib_detail`; up to `longest` new tokens, and `limit` tokens a request. Chunks read
     multiples of `block_tokens`. Where steps are `padded` each also as much larger as it must be to
-    be no replay, and on a group more of the larger chunks that are."""
+    be no replay, and more of the larger chunks that are."""
 
     def chunk(tokens: int, new: int) -> Items:
         most = min(NUM_BLOCKS, max(limit - new, 0) // block_tokens)
         return ((min(max(round(tokens * dop / block_tokens), 1), most) * block_tokens, new),)
 
     more, more_chunk = max(padded.prompts, default=0), max(padded.chunks, default=0)
-    long = max(LONG_NEW_TOKENS * dop, more_chunk if dop > 1 else 0) * 5 // 4
-    larger = sorted({0, more_chunk})
-    chunks = [chunk(tokens, new + m) for tokens, new in _SMALL_CHUNKS for m in larger]
+    long = max(LONG_NEW_TOKENS * dop, more_chunk if dop > 1 else 0) * 9 // 8
+    chunks = [chunk(*one) for one in _SMALL_CHUNKS]
     longs = [chunk(tokens, long) for tokens in _LONG_CHUNKS]
-    chunks += [chunk(*one) for one in _REPLAYED_CHUNKS] if more_chunk and dop > 1 else []
+    if more_chunk:
+        chunks += [
+            chunk(tokens // _BESIDE_REPLAYS, new + more_chunk) for tokens, new in _SMALL_CHUNKS
+        ]
+        most = more_chunk - more_chunk // 16
+        replayed = _GROUP_CHUNKS if dop > 1 else _ALONE_CHUNKS
+        chunks += [chunk(tokens, min(new, most)) for tokens, new in replayed]
     batches = [
         ((0, new + m // count),) * count for count, new in _SMALL_BATCHES for m in sorted({0, more})
     ]

@@ -81,11 +81,11 @@ EARLY_CACHED_TOKENS = 16384
 
 
 SMALL_ITEMS = 32
-SMALL_PAIRS = 10 << 20
-SMALL_GROUP_PAIRS = 32 << 20
+SMALL_PAIRS = 32 << 20
+SMALL_GROUP_PAIRS = 96 << 20
+SMALL_LEAST_PAIRED = 320
 """Limits of steps that the workers replay: on one instance `worker.prefill_layout`, on a group
-`worker.striped_layout`, and with older tokens `worker.group_layout`, there the pairs of each
-member."""
+`worker.striped_layout` and for few tokens `worker.group_layout`, there the pairs of each member."""
 
 
 class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,13 +212,13 @@ class SmallLimits(msgspec.Struct, frozen=True, kw_only=True):
 def small_limits(dop: int, most_prompt: int, most_chunk: int) -> tuple[SmallLimits, ...]:
     """Of each way in which the workers replay steps, for the largest sizes of new prompts and of
     steps with older tokens: on one instance there is one way; the members of a group deal out new
-    prompts, but all compute all of a chunk and split the older tokens."""
+    tokens, and of a chunk each looks at its older tokens for all."""
     if dop == 1:
         alone = SmallLimits(
             most_items=SMALL_ITEMS,
             most_tokens=most_prompt,
             most_pairs=SMALL_PAIRS,
-            least_paired=LONG_NEW_TOKENS,
+            least_paired=SMALL_LEAST_PAIRED,
             own_paired=True,
         )
         return (alone,)
@@ -237,6 +237,7 @@ def small_limits(dop: int, most_prompt: int, most_chunk: int) -> tuple[SmallLimi
         least_paired=1,
         own_paired=False,
         prompts=False,
+        dealt=dop,
     )
     return prompts, chunks
 

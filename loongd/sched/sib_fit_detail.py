@@ -61,7 +61,7 @@ _SMOOTHNESS = 0.05
 """How much a change of slope costs, beside the squared relative errors."""
 _USUAL = 16
 """A chunk of a long prefill is more than one of so many parts of what came before it."""
-_TILES = (1, 16, 32, 64, 128)
+_TILES = (1, 16, 32, 64, 128, 256)
 """Numbers of queries that kernels may take at a time; the measured times say which it is."""
 _HALVES = (4, 5, 6, 7)
 """Eighths of a tile that half of one may count as."""

@@ -1,4 +1,4 @@
-"""The kernels of a small prefill step on a group, run as they are or captured.
+"""The kernels of a prefill step of few tokens on a group, run as they are or captured.
 
 Knows: their order, and how partial results of attention to older keys go round (`PartialBoxes`).
 Does not know: plans, how a plan becomes numbers, when something is captured.
@@ -17,30 +17,26 @@ from torch import Tensor
 
 from loongd.kernels.dispatch import pick
 from loongd.kernels.merge import merge_state_
-from loongd.worker.group_layout import (
-    GROUP_BUCKETS,
-    MOST_EXCHANGED_TOKENS,
-    GroupNumbers,
-    GroupShape,
-    GroupWork,
-)
+from loongd.worker.group_layout import MOST_EXCHANGED_TOKENS, GroupNumbers, GroupShape, GroupWork
 from loongd.worker.peers import PartialBoxes, box_bytes, map_buffers, partial_length
 from loongd.worker.prefill_graphs import PrefillParts, StepGraphs
 from loongd.worker.prefill_layout import BUCKETS
+from loongd.worker.striped_layout import MOST_PARTIAL_ROWS
 
 
 class GroupSpace:
-    """Memory of all group steps of a worker, which run one after the other."""
+    """Memory of all steps of a worker with others, which run one after the other: also of those
+    that deal out their rows (`worker.striped_graphs`)."""
 
     def __init__(self, parts: PrefillParts, rank: int, boxes: PartialBoxes | None) -> None:
         """Without `boxes` nothing can be exchanged."""
         spec, device = parts.spec, parts.kv.device
-        sizes = (GROUP_BUCKETS[-1], spec.num_heads)
+        sizes = (max(BUCKETS[-1], MOST_PARTIAL_ROWS), spec.num_heads)
         self.rank = rank
         self.boxes = boxes
         self.out_TNH = torch.zeros(*sizes, spec.head_dim, dtype=torch.float32, device=device)
         self.lse_TN = torch.zeros(sizes, dtype=torch.float32, device=device)
-        num_sent = MOST_EXCHANGED_TOKENS if boxes is not None else 0
+        num_sent = MOST_PARTIAL_ROWS if boxes is not None else 0
         length = partial_length(num_sent, spec.num_heads, spec.head_dim)
         self.partial = torch.zeros(length, dtype=torch.float32, device=device)
 
@@ -52,16 +48,17 @@ class GroupSpace:
         """
         if world_size == 1:
             return None
-        length = partial_length(MOST_EXCHANGED_TOKENS, parts.spec.num_heads, parts.spec.head_dim)
+        heads, head_dim = parts.spec.num_heads, parts.spec.head_dim
+        length = partial_length(MOST_PARTIAL_ROWS, heads, head_dim)
         mapped = map_buffers(box_bytes(world_size, length, torch.float32), parts.kv.device)
         boxes = None
         if mapped is not None:
             boxes = PartialBoxes(
                 mapped.buffers,
                 rank,
-                max_rows=MOST_EXCHANGED_TOKENS,
-                num_heads=parts.spec.num_heads,
-                head_dim=parts.spec.head_dim,
+                max_rows=MOST_PARTIAL_ROWS,
+                num_heads=heads,
+                head_dim=head_dim,
                 owner=mapped,
             )
         return cls(parts, rank, boxes)
@@ -159,8 +156,11 @@ class GroupGraphs:
         self._graphs = StepGraphs(self._step, parts.table, pool)
 
     def can_run(self, work: GroupWork) -> bool:
-        """Whether a step has a graph: the same answer on all members."""
-        return not work.holders or self._space.boxes is not None
+        """Whether a step has a graph: the same answer on all members. Where they can exchange
+        something they share the rows of larger ones."""
+        if self._space.boxes is None:
+            return not work.holders
+        return work.bucket <= MOST_EXCHANGED_TOKENS
 
     def shape_of(self, work: GroupWork) -> GroupShape:
         """The step's shape on this member, which is one of the workers."""
@@ -169,21 +169,21 @@ class GroupGraphs:
         targets = others if rank in work.holders else ()
         return self._shape(work.bucket, work.holders, targets)
 
-    def capture(self, most_alone: int = BUCKETS[-1]) -> Iterator[float]:
-        """Run all kernels once, which compiles what has to be, and capture the steps of at most
-        `most_alone` new tokens in which nothing is exchanged; yields the fraction done. The others
-        when they are first needed."""
-        rank = self._space.rank
-        for number, bucket in enumerate(reversed(GROUP_BUCKETS)):
-            if self._space.boxes is not None:
+    def capture(self) -> Iterator[float]:
+        """Run all kernels once, which compiles what has to be, and capture the steps in which
+        nothing is exchanged; yields the fraction done. The others when they are first needed."""
+        rank, exchanges = self._space.rank, self._space.boxes is not None
+        most = MOST_EXCHANGED_TOKENS if exchanges else BUCKETS[-1]
+        buckets = [bucket for bucket in reversed(BUCKETS) if bucket <= most]
+        for number, bucket in enumerate(buckets):
+            if exchanges:
                 # this worker is its own peer
                 self._step(self._shape(bucket, (rank,), (rank,))).run()
-            if bucket <= most_alone:
-                alone = self._shape(bucket, (), ())
-                self._step(alone).run()
-                torch.cuda.synchronize(self._parts.kv.device)
-                self._graphs.graph(alone)
-            yield (number + 1) / len(GROUP_BUCKETS)
+            alone = self._shape(bucket, (), ())
+            self._step(alone).run()
+            torch.cuda.synchronize(self._parts.kv.device)
+            self._graphs.graph(alone)
+            yield (number + 1) / len(buckets)
 
     def launch(self, step: GroupNumbers) -> Tensor | None:
         """Start a step; as `StepGraphs.launch`."""

@@ -1,7 +1,7 @@
-"""A small prefill step on a group as a list of numbers that a captured graph reads.
+"""A prefill step of few tokens on a group as a list of numbers that a captured graph reads.
 
-Knows: which steps are small, who has to take part, and how the step is cut into tiles.
-Does not know: graphs, tensors of K, V or Q.
+Knows: which steps those are, who has to take part, and how the step is cut into tiles.
+Does not know: graphs, tensors of K, V or Q, larger steps (`worker.striped_layout`).
 
 Everyone who takes part computes all new tokens, so that neither queries nor new keys travel: so few
 rows cost a GPU little more than reading the weights, which it has to do for half of them too.
@@ -23,17 +23,15 @@ from loongd.worker.prefill_layout import BUCKETS, MOST_REQUESTS, PrefillShape, t
 from loongd.worker.slot_table import SlotTable
 from loongd.worker.validate import check_held, validate
 
-GROUP_BUCKETS = (*BUCKETS, 1280, 1536, 2048)
-"""Numbers of new tokens for which there are graphs; fewer are padded. A group's launches cost its
-hosts 60 to 150 ms, so that larger steps than those alone gain by one."""
-MOST_EXCHANGED_TOKENS = GROUP_BUCKETS[-1]
-"""Most new tokens of a step with older ones. The padded ones' results travel too: for 1,024 and 32
-heads of 128 it is 17 MB to each member and layer, 50 to 150 us on NVLink."""
-MOST_EXCHANGED_PAIRS = 32 << 20
-"""Most (new token, older key) pairs of one holder. They take 1.5 ns each in 32 layers of 32 heads
-of 128 at 360 TFLOP/s, so 50 ms; with 45 ms for 2,048 tokens that is what a group's launches cost
-without a graph (2,000 tokens over 8,192 of 7B on two H200: 62 ms against 57 to 136). Beyond,
-members should share the work, and keys travel from one side."""
+MOST_EXCHANGED_TOKENS = 256
+"""Most new tokens of a step with older ones, and of any where members can share the rows of larger
+ones (`worker.striped_layout`): one of `BUCKETS`."""
+MOST_EXCHANGED_PAIRS = 96 << 20
+"""Most (new token, older key) pairs of one holder in any step of a group that runs as a graph. They
+take 1.2 ns each in 32 layers of 32 heads of 128, so 120 ms, which is what a group's launches cost
+without a graph. Beyond, libraries attend faster than kernels that read slots."""
+Spans = list[tuple[int, int, int, int]]
+"""(first row, end, first key, end) of each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,10 @@ class GroupWork:
         fits = len(step.members) > 1 and 0 < len(step.batch) < MOST_REQUESTS
         if not fits or not all(map(is_plain, step.batch)):
             return None
-        total, pairs = 0, dict.fromkeys(step.members, 0)
+        total, pairs = 0, held_pairs(step)
         active: set[int] = set()
         for extend in step.batch:
-            count = len(extend.tokens) // 4
-            total += count
-            for holder, held in zip(extend.holders, extend.holder_tokens, strict=True):
-                pairs[holder] += count * held
+            total += len(extend.tokens) // 4
             active.update(instance for instance, kept in extend.keep if kept)
             active.update(draws(step, extend))
         holders = tuple(member for member in step.members if pairs[member])
@@ -66,8 +61,17 @@ class GroupWork:
         if total > most or max(pairs.values()) > MOST_EXCHANGED_PAIRS:
             return None
         workers = tuple(m for m in step.members if m in active or m in holders)
-        bucket = next(bucket for bucket in GROUP_BUCKETS if bucket >= total)
+        bucket = next(bucket for bucket in BUCKETS if bucket >= total)
         return cls(bucket, holders, workers)
+
+
+def held_pairs(step: RunStep) -> dict[int, int]:
+    """(new token, older key) pairs of each member; the step's requests are plain."""
+    pairs = dict.fromkeys(step.members, 0)
+    for extend in step.batch:
+        for holder, held in zip(extend.holders, extend.holder_tokens, strict=True):
+            pairs[holder] += len(extend.tokens) // 4 * held
+    return pairs
 
 
 def is_plain(extend: Extend) -> bool:
@@ -153,17 +157,19 @@ def lay_out_group(
     tokens = np.zeros((3, shape.bucket), np.int32)
     tokens[2] = -1
     rows = np.zeros(shape.new.num_rows, np.int32)
-    older = _older_spans(step, rank, table) if shape.holds else []
-    spans: list[tuple[int, int, int, int]] = []
+    regions = older_regions(step, rank, table) if shape.holds else [(0, 0)] * len(step.batch)
+    older: Spans = []
+    spans: Spans = []
     sampled: list[Extend] = []
     first = 0
-    for extend in step.batch:
+    for extend, region in zip(step.batch, regions, strict=True):
         ids = np.frombuffer(extend.tokens, "<i4")
         last = first + len(ids)
         tokens[0, first:last] = ids
         tokens[1, first:last] = np.arange(extend.start, extend.start + len(ids))
         take_kept(extend, rank, kv, tokens[2, first:last], grown)
         spans.append((first, last, first, last))
+        older.append((first, last, *region))
         if rank in draws(step, extend):
             rows[len(sampled)] = last - 1
             sampled.append(extend)
@@ -178,20 +184,19 @@ def lay_out_group(
     return GroupNumbers(shape, np.concatenate(parts), tuple(sampled))
 
 
-def _older_spans(step: RunStep, rank: int, table: SlotTable) -> list[tuple[int, int, int, int]]:
-    """Each request's rows over its older tokens here, as entries of the table."""
+def older_regions(step: RunStep, rank: int, table: SlotTable) -> list[tuple[int, int]]:
+    """First and end of each request's older tokens here, as entries of the table; nothing may be
+    added to the pool yet."""
     table.begin_step(len(step.batch))
     held = [extend for extend in step.batch if rank in extend.holders]
-    regions = dict(zip(map(id, held), table.older(held).T.tolist(), strict=True))
-    spans, first = [], 0
+    found = dict(zip(map(id, held), table.older(held).T.tolist(), strict=True))
+    regions = []
     for extend in step.batch:
-        last = first + len(extend.tokens) // 4
-        begin, end = regions.get(id(extend), (0, 0))
+        begin, end = found.get(id(extend), (0, 0))
         if rank in extend.holders:
             check_held(extend, rank, end - begin)
-        spans.append((first, last, begin, end))
-        first = last
-    return spans
+        regions.append((begin, end))
+    return regions
 
 
 def take_kept(
@@ -213,7 +218,7 @@ def take_kept(
 
 
 def padded_tiles(
-    spans: list[tuple[int, int, int, int]], cut: PrefillShape, *, causal: bool
+    spans: Spans, cut: PrefillShape, *, causal: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """As `tiles_of`, with as many ends as have room."""
     tiles, ends = tiles_of(spans, cut, causal=causal)

@@ -17,11 +17,10 @@ from loongd.model.llama import LINEAR_CHUNK_TOKENS, Llama
 from loongd.model.spec import ModelSpec
 from loongd.wire import Start
 from loongd.worker.decode_layout import MAX_EXCHANGED_ROWS
-from loongd.worker.group_layout import MOST_EXCHANGED_TOKENS
 from loongd.worker.kvcache import KvCache
 from loongd.worker.layout import most_round_tokens
 from loongd.worker.peers import box_bytes, buffer_bytes, partial_length
-from loongd.worker.striped_layout import most_rows
+from loongd.worker.striped_layout import MOST_PARTIAL_ROWS, MOST_SENT_ROWS, message_length
 
 _CPU_POOL_TOKENS = 16384
 """Default slots of a CPU instance; pages of the pool are taken only when they are written."""
@@ -132,16 +131,17 @@ def pool_tokens(
 
 
 def exchange_bytes(spec: ModelSpec, dtype: torch.dtype, num_instances: int) -> int:
-    """What a worker maps for the others to write into: queries and answers of decode, K and V of
-    new prompts, partial results of chunks. 0.1 GB for each of them with 32 heads of 128."""
+    """What a worker maps for the others to write into: queries and answers of decode, K, V and
+    queries of small prefills, and their partial results. 0.1 GB for each instance with 32 heads of
+    128."""
     if num_instances == 1:
         return 0
     heads, head_dim = spec.num_heads, spec.head_dim
-    block = most_rows(2) * 2 * spec.num_kv_heads * head_dim
-    partial = partial_length(MOST_EXCHANGED_TOKENS, heads, head_dim)
+    message = message_length(spec, MOST_SENT_ROWS)
+    partial = partial_length(MOST_PARTIAL_ROWS, heads, head_dim)
     return (
         buffer_bytes(num_instances, MAX_EXCHANGED_ROWS, heads, head_dim, dtype)
-        + box_bytes(num_instances, block, dtype)
+        + box_bytes(num_instances, message, dtype)
         + box_bytes(num_instances, partial, torch.float32)
     )
 

@@ -15,24 +15,24 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loongd.kernels.cudnn import QUERY_SIZES
+from loongd.kernels.cudnn import LEAST_QUERIES
 from loongd.kernels.gpu.plan import tile_table
 from loongd.wire import Extend, RunStep
 from loongd.worker.slot_table import SlotTable
 from loongd.worker.validate import check_held, validate
 
-BUCKETS = (16, 32, 64, *range(128, 1025, 128))
+BUCKETS = (16, 32, 64, *range(128, 1025, 128), 1280, 1536, 1792, 2048)
 """Numbers of new tokens for which there are graphs; fewer are padded. Up to about 128 reading the
 weights takes all the time; above, products come in tiles of 128 rows (448 rows take longer than
-512: 15.2 ms a step against 13.0, 8B on an H200). With more than 1,024 the device computes for as
-long as the host needs to launch the kernels one by one, 25 ms, so that a graph gains nothing."""
+512: 15.2 ms a step against 13.0, 8B on an H200). Hosts need 25 to 50 ms to launch a step's kernels
+one by one, slow ones 80, and the device as long for some 2,048 new tokens."""
 MOST_REQUESTS = 32
 """Requests of a step: rows of its last layer, and so of which the head makes logits."""
-MOST_PAIRS = 10 << 20
-"""Most (new token, key) pairs of requests that the library would take, as 640 new tokens have over
-16,384 (31.9 ms a step against 35.7 without a graph; 800: 43.5 against 38.1; 8B on an H200): beyond,
-its attention saves more (580 TFLOP/s against 360) than the launches cost. Fewer new tokens over a
-prefix of any length are done by the same kernel either way."""
+MOST_PAIRS = 32 << 20
+"""Most (new token, key) pairs of requests that the library would take: beyond, its attention saves
+more (580 TFLOP/s against 440) than the launches cost (7B on an H200, 1,055 new tokens over 16,551:
+83 ms by launches where the device needs 37). Fewer new tokens over a prefix of any length are done
+by the same kernel either way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def bucket_of(step: RunStep, rank: int) -> int | None:
         if count == 0 or (extend.start > 0) != (list(extend.holders) == [rank]):
             return None
         total += count
-        pairs += count * (extend.start + count) if count >= QUERY_SIZES[-1] else 0
+        pairs += count * (extend.start + count) if count >= LEAST_QUERIES else 0
     if total == 0 or pairs > MOST_PAIRS:
         return None
     return next((bucket for bucket in BUCKETS if bucket >= total), None)

@@ -17,17 +17,11 @@ from loongd.model.sampler import begin_sample
 from loongd.wire import Extend, PaddedSizes, RunStep, Sampling
 from loongd.worker.flight import Airborne, Flight, Landed, Undrawn
 from loongd.worker.group_graphs import GroupGraphs, GroupSpace
-from loongd.worker.group_layout import GROUP_BUCKETS, GroupShape, GroupWork, lay_out_group
+from loongd.worker.group_layout import GroupShape, GroupWork, lay_out_group
 from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
 from loongd.worker.prefill_layout import BUCKETS, PrefillShape, bucket_of, lay_out_prefill
 from loongd.worker.striped_graphs import StripedGraphs
-from loongd.worker.striped_layout import (
-    LEAST_TOKENS,
-    StripedShape,
-    StripedWork,
-    lay_out_striped,
-    padded_sizes,
-)
+from loongd.worker.striped_layout import StripedShape, StripedWork, lay_out_striped, padded_sizes
 from loongd.worker.validate import validate
 
 StepShape = PrefillShape | StripedShape | GroupShape | GroupWork
@@ -64,25 +58,26 @@ class Prefiller:
         """
         space = GroupSpace.map(parts, rank, world_size)
         group = GroupGraphs(parts, space, pool) if space is not None else None
-        striped = StripedGraphs.map(parts, rank, world_size, pool)
+        striped = StripedGraphs.map(parts, space, world_size, pool)
         alone = PrefillGraphs(parts, pool)
         return cls(parts, alone, rank, group, striped, num_instances=world_size)
 
     def padded_sizes(self) -> dict[int, PaddedSizes]:
         """As a worker tells them (`wire.Ready`)."""
-        alone, chunks = list(BUCKETS), list(GROUP_BUCKETS)
+        alone = list(BUCKETS)
         sizes = {1: PaddedSizes(alone, alone)}
         for dop in range(2, self._num_instances + 1):
-            prompts = alone if self._striped is None else padded_sizes(dop)
-            sizes[dop] = PaddedSizes(prompts, chunks)
+            sizes[dop] = PaddedSizes(alone, alone)
+            if self._striped is not None:
+                prompts, chunks = (padded_sizes(dop, older=older) for older in (False, True))
+                sizes[dop] = PaddedSizes(prompts, chunks)
         return sizes
 
     def capture(self) -> Iterator[float]:
         """Capture all buckets; yields the fraction done."""
         captures = [self._graphs.capture()]
         if self._group is not None:
-            most_alone = BUCKETS[-1] if self._striped is None else LEAST_TOKENS - 1
-            captures.append(self._group.capture(most_alone))
+            captures.append(self._group.capture())
         if self._striped is not None:
             captures.append(self._striped.capture())
         for number, capture in enumerate(captures):
@@ -132,7 +127,7 @@ class Prefiller:
 
     def _dealt(self, step: RunStep, shape: StripedShape, grown: list[tuple[int, int]]) -> Flight:
         assert self._striped is not None
-        numbers = lay_out_striped(step, shape, self._parts.kv, grown)
+        numbers = lay_out_striped(step, shape, self._parts.kv, self._parts.table, grown)
         return self._draw(self._striped.launch(numbers), numbers.sampled)
 
     def _draw(self, hidden_BD: Tensor | None, sampled: tuple[Extend, ...]) -> Flight:

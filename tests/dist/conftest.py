@@ -12,17 +12,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GQA with 6 query heads over 2: no number of instances above 3 divides them."""
+    return _model(tmp_path_factory.mktemp("llama"), num_kv_heads=2)
+
+
+@pytest.fixture(scope="session")
+def mha_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys of its own for each query head."""
+    return _model(tmp_path_factory.mktemp("mha"), num_kv_heads=6)
+
+
+def _model(path: Path, *, num_kv_heads: int) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=96,
         intermediate_size=128,
         num_hidden_layers=3,
         num_attention_heads=6,
-        num_key_value_heads=2,
+        num_key_value_heads=num_kv_heads,
         vocab_size=199,
         initializer_range=0.2,
         max_position_embeddings=1024,
     )
-    path = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(config).save_pretrained(path)
     return path

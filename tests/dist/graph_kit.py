@@ -18,11 +18,12 @@ from cluster_kit import CPU, GREEDY, Cluster, Sequence
 from loongd.wire import Extend, RunStep, Sampled, Sampling, pack_tokens
 from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decoder import Decoder
-from loongd.worker.peers import Boxes
+from loongd.worker.peers import Boxes, PartialBoxes, box_bytes, partial_length
 from loongd.worker.prefill_graphs import PrefillParts
 from loongd.worker.prefiller import Prefiller
 from loongd.worker.runner import Runner
 from loongd.worker.slot_table import SlotTable
+from loongd.worker.striped_layout import MOST_PARTIAL_ROWS
 
 NUM_INSTANCES = 4
 Pair = tuple[Sequence, Sequence]
@@ -37,6 +38,9 @@ class GraphCluster(Cluster):
 
     def __init__(self, llama_dir: Path, device: torch.device = CPU) -> None:
         super().__init__(llama_dir, NUM_INSTANCES, device=device)
+        sizes = (MOST_PARTIAL_ROWS, self.spec.num_heads, self.spec.head_dim)
+        num_bytes = box_bytes(NUM_INSTANCES, partial_length(*sizes), torch.float32)
+        self._partial_buffers = self.make_buffers(num_bytes, device)
         for rank, kv in enumerate(self.pools):
             table = SlotTable(kv)
             small = PrefillParts(self._model, self.spec, kv, table)
@@ -70,13 +74,23 @@ class GraphCluster(Cluster):
     def has_graph(self, step: RunStep) -> bool:
         """Whether a step on a group has a graph."""
 
-    @abstractmethod
-    def boxes(self, rank: int) -> Boxes:
+    def partials(self, rank: int) -> PartialBoxes:
         """New ones over the buffers in use."""
+        return PartialBoxes(
+            self._partial_buffers,
+            rank,
+            max_rows=MOST_PARTIAL_ROWS,
+            num_heads=self.spec.num_heads,
+            head_dim=self.spec.head_dim,
+        )
+
+    def boxes(self, rank: int) -> list[Boxes]:
+        """All kinds of an instance, new ones over the buffers in use."""
+        return [self.partials(rank)]
 
     def all_empty(self) -> bool:
         """Whether every flag of every box is 0 again."""
-        every = [self.boxes(rank) for rank in range(NUM_INSTANCES)]
+        every = [one for rank in range(NUM_INSTANCES) for one in self.boxes(rank)]
         rows = [box for one in every for row in one._boxes for box in row]
         return not any(int(box.full) or int(box.taken) for box in rows)
 

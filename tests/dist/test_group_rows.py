@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster_kit import CPU, GREEDY, Cluster
+from cluster_kit import GREEDY, Cluster
 from graph_kit import NUM_INSTANCES, GraphCluster, advance, make_extend, make_pair, same_pools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,12 +21,8 @@ from msgspec.structs import replace
 from loongd.errors import PlanError
 from loongd.wire import RunStep, Sampling
 from loongd.worker.group_graphs import GroupGraphs, GroupSpace
-from loongd.worker.group_layout import (
-    MOST_EXCHANGED_TOKENS,
-    GroupShape,
-    GroupWork,
-)
-from loongd.worker.peers import PartialBoxes, box_bytes, partial_length
+from loongd.worker.group_layout import GroupShape, GroupWork
+from loongd.worker.peers import PartialBoxes
 from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
 from loongd.worker.prefiller import Prefiller
 
@@ -36,29 +32,12 @@ DRAWN = Sampling(temperature=1.0, seed=5, num_logprobs=2)
 class GroupCluster(GraphCluster):
     """All members compute all new tokens."""
 
-    def __init__(self, llama_dir: Path, device: torch.device = CPU) -> None:
-        self.buffers: list[torch.Tensor] = []
-        super().__init__(llama_dir, device)
-
     def make_prefiller(self, small: PrefillParts, rank: int) -> Prefiller:
-        if not self.buffers:
-            sizes = (MOST_EXCHANGED_TOKENS, self.spec.num_heads, self.spec.head_dim)
-            length = box_bytes(NUM_INSTANCES, partial_length(*sizes), torch.float32)
-            self.buffers = self.make_buffers(length, small.kv.device)
-        group = GroupGraphs(small, GroupSpace(small, rank, self.boxes(rank)))
+        group = GroupGraphs(small, GroupSpace(small, rank, self.partials(rank)))
         return Prefiller(small, PrefillGraphs(small), rank, group)
 
     def has_graph(self, step: RunStep) -> bool:
         return GroupWork.of(step) is not None
-
-    def boxes(self, rank: int) -> PartialBoxes:
-        return PartialBoxes(
-            self.buffers,
-            rank,
-            max_rows=MOST_EXCHANGED_TOKENS,
-            num_heads=self.spec.num_heads,
-            head_dim=self.spec.head_dim,
-        )
 
 
 @pytest.fixture(scope="module")
@@ -200,11 +179,13 @@ def test_a_full_pool_refuses_and_forgets(clusters: tuple[GroupCluster, Cluster])
     for cluster in clusters:
         cluster.reset()
     runner = clusters[0].runners[1]
-    one = make_extend(400, keep=[(1, 400)])
-    batch = [replace(one, segment=998), one]
+    one = make_extend(85, keep=[(1, 85)])
+    runner.run(RunStep(step_id=8, epoch=1, members=[1], batch=[make_extend(400, keep=[(1, 400)])]))
+    batch = [replace(one, segment=998), replace(one, segment=997)]
     with pytest.raises(PlanError, match="slots"):
         runner.run(RunStep(step_id=9, epoch=1, members=[0, 1], batch=batch))
-    clusters[0].check()
+    assert runner.parts.kv.num_used == 400
+    runner.parts.kv.check()
 
 
 def test_rows_of_padding_become_zeros(llama_dir: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from loongd.errors import LoongError, StepRefusedError, WorkerError
 from loongd.wire import Extend, RunStep, Sampled, Sampling, Start, pack_tokens
-from loongd.worker import decoder, group_graphs, room, striped_graphs
+from loongd.worker import decoder, group_graphs, peers, room, striped_graphs
 from loongd.worker.geometry import lay_out
 from loongd.worker.heart import Pulse
 from loongd.worker.layout import RowBytes
@@ -272,8 +272,13 @@ def test_the_pool_leaves_what_workers_map_for_each_other(
 ) -> None:
     cluster = Cluster(llama_dir, 1)
     mapped: list[int] = []
+
+    def noted(num_bytes: int, device: torch.device) -> peers.MappedBuffers | None:
+        mapped.append(num_bytes)
+        return peers.map_buffers(num_bytes, device)
+
     for module in (group_graphs, striped_graphs, decoder):
-        monkeypatch.setattr(module, "map_buffers", lambda size, _: mapped.append(size))
+        monkeypatch.setattr(module, "map_buffers", noted)
     kv = cluster.pools[0]
     table = SlotTable(kv)
     small = PrefillParts(cluster._model, cluster.spec, kv, table)

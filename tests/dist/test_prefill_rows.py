@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from loongd.errors import PlanError
+from loongd.kernels.cudnn import LEAST_QUERIES
 from loongd.wire import Extend, RunStep, Sampled, Sampling, pack_tokens
 from loongd.worker import slot_table
 from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
@@ -301,10 +302,10 @@ def test_no_graph_for_other_steps() -> None:
     assert bucket_of(replace(step, members=[0, 1]), 0) is None
     assert bucket_of(replace(step, batch=[one] * MOST_REQUESTS), 0) == 256
     assert bucket_of(replace(step, batch=[one] * (MOST_REQUESTS + 1)), 0) is None
-    assert bucket_of(replace(step, batch=[_extend(1024, start=0)]), 0) == BUCKETS[-1]
-    assert bucket_of(replace(step, batch=[_extend(1025, start=0)]), 0) is None
+    assert bucket_of(replace(step, batch=[_extend(2048, start=0)]), 0) == BUCKETS[-1]
+    assert bucket_of(replace(step, batch=[_extend(2049, start=0)]), 0) is None
     assert bucket_of(replace(step, batch=[]), 0) is None
     long = MOST_PAIRS // 512 - 512
     assert bucket_of(replace(step, batch=[_extend(512, start=long)]), 0) == 512
     assert bucket_of(replace(step, batch=[_extend(512, start=long + 1)]), 0) is None
-    assert bucket_of(replace(step, batch=[_extend(511, start=1 << 20)]), 0) == 512
+    assert bucket_of(replace(step, batch=[_extend(LEAST_QUERIES - 1, start=1 << 20)]), 0) == 384

@@ -19,14 +19,12 @@ from loongd.sched.sib import Sib
 from loongd.sched.sib_detail import small_limits
 from loongd.wire import Extend, PaddedSizes, RunStep, Sampling
 from loongd.worker import prefill_layout, striped_layout
-from loongd.worker.group_layout import GROUP_BUCKETS, GroupWork
+from loongd.worker.group_layout import MOST_EXCHANGED_TOKENS, GroupWork
 from loongd.worker.striped_layout import StripedWork
 
 SIZES = [16, 32, 64, *range(128, 1025, 128)]
 DEALT = [16, 32, 64, 128, *range(256, 1537, 256)]
-"""Of new prompts on two members, which compute half of them each."""
-CHUNKS = [*SIZES, 1280, 1536, 2048]
-"""Of chunks on a group, which all members compute."""
+"""On two members, which compute half of the larger ones each."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 Items = list[tuple[int, int]]
 
@@ -36,7 +34,7 @@ def prefill_s(dop: int, items: Items) -> float:
     new, cached = sum(n for _, n in items), sum(c for c, _ in items)
     tiled = sum(c * 32 * ceil(n / 32) for c, n in items)
     squares = sum(n * n for _, n in items)
-    sizes = SIZES if dop == 1 else CHUNKS if cached else DEALT
+    sizes = SIZES if dop == 1 else DEALT
     if new <= sizes[-1]:  # there is not enough KV here for more pairs than can be replayed
         size = next(size for size in sizes if size >= new)
         rows = size // dop if sizes is DEALT and size >= 256 else size
@@ -58,7 +56,7 @@ class Gpus(FakeWorkers):
 
     def __init__(self, num_instances: int, seed: int) -> None:
         super().__init__(num_instances)
-        self.padded_sizes = {1: PaddedSizes(SIZES, SIZES), 2: PaddedSizes(DEALT, CHUNKS)}
+        self.padded_sizes = {1: PaddedSizes(SIZES, SIZES), 2: PaddedSizes(DEALT, DEALT)}
         self._rng = random.Random(seed)
 
     def time_s(self, step: RunStep) -> float:
@@ -114,7 +112,7 @@ async def test_replayed_steps_are_told_from_others(monkeypatch: pytest.MonkeyPat
     sib = await profiled(2, monkeypatch)
     for fit in sib.profile.prefill:
         assert fit.detail is not None
-        kinds = [SIZES] if fit.dop == 1 else [DEALT, CHUNKS]
+        kinds = [SIZES] if fit.dop == 1 else [DEALT, DEALT]
         assert [list(small.detail.padded_sizes) for small in fit.small] == kinds
         assert fit.small[-1].detail.tile_tokens == 32
         assert fit.detail.padded_sizes == ()
@@ -149,16 +147,20 @@ def step_of(items: Items, dop: int) -> RunStep:
 @pytest.mark.parametrize("dop", [1, 2, 4])
 def test_the_limits_of_replayed_steps_are_those_of_the_workers(dop: int) -> None:
     """So that steps are foreseen as what they are; asked of both for steps around each limit."""
-    sizes = prefill_layout.BUCKETS if dop == 1 else striped_layout.padded_sizes(dop)
-    kinds = small_limits(dop, sizes[-1], GROUP_BUCKETS[-1])
+    prompts, chunks = (
+        prefill_layout.BUCKETS if dop == 1 else striped_layout.padded_sizes(dop, older=older)
+        for older in (False, True)
+    )
+    kinds = small_limits(dop, prompts[-1], chunks[-1])
+    edges = [size + more for size in (prompts[-1], chunks[-1]) for more in (0, 1)]
     rng = random.Random(dop)
     steps: list[Items] = [[(0, 1)] * count for count in (1, 30, 31, 32, 33)]
     steps += [[(0, 512), (0, new)] for new in (511, 512, 513)]
     for _ in range(400):
-        new = rng.choice([100, 500, 511, 512, 513, 700, 1024, 2048, 2049, sizes[-1]])
-        cached = rng.choice([0, rng.randrange(dop, 200_000)])
+        new = rng.choice([100, 256, 257, 319, 320, 513, 700, 2048, 2049, *edges])
+        cached = rng.choice([0, rng.randrange(dop, 400_000)])
         steps.append([(cached, new)] + [(0, 9)] * rng.choice([0, 0, 3]))
-    most = sizes[-1]
+    most = prompts[-1]
     for _ in range(100):  # ragged ones, of which the first member has more than its share
         count = rng.randint(2, 31)
         each = [rng.randint(max(1, most // count - 40), most // count) for _ in range(count)]
@@ -167,7 +169,9 @@ def test_the_limits_of_replayed_steps_are_those_of_the_workers(dop: int) -> None
     for items in steps:
         step = step_of(items, dop)
         alone = dop == 1 and prefill_layout.bucket_of(step, 0) is not None
-        together = dop > 1 and (StripedWork.of(step) or GroupWork.of(step)) is not None
+        few = sum(new for _, new in items) <= MOST_EXCHANGED_TOKENS
+        work = GroupWork.of(step) if few else StripedWork.of(step)
+        together = dop > 1 and work is not None
         held = [
             sum(
                 n * dict(zip(e.holders, e.holder_tokens, strict=True)).get(member, 0)

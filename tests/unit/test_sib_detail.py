@@ -295,7 +295,7 @@ def test_unseen_prefills_of_a_made_up_machine_are_foreseen(
     assert max(errors) < 0.10
 
 
-PADDED = (16, 32, 64, *range(128, 1025, 128))
+PADDED = (16, 32, 64, *range(128, 1025, 128), 1280, 1536, 1792, 2048)
 
 
 def gpu_replaying(items: grid.Items, _warmth: float = 1.0) -> float:
