@@ -26,6 +26,10 @@ from loongd.wire import Extend, PaddedSizes, RunMigrate, RunStep, Sampling, pack
 
 _NUM_TINY = 16
 _TINY_TOKENS = 16
+_PLACED_TOKENS = 2048
+"""Of each member, from which on workers take a segment for a long prompt's (`worker.slots.LONG`),
+where the pool is large enough for so many."""
+_POOL_SHARE = 8
 
 
 def even(total: int, members: Sequence[int]) -> list[tuple[int, int]]:
@@ -73,21 +77,43 @@ class Bench:
         self._members = [ready.instance for ready in self._exclusive.instances[:dop]]
 
     async def fill(self, block_tokens: int, step_tokens: int) -> None:
-        """Prefill the blocks that later steps read, some `step_tokens` a step; each member holds
-        a part of each block, so `block_tokens` is at least the group's size. Raises WorkerError."""
+        """Prefill the blocks that later steps read, and the tiny ones `step_tokens` a step; each
+        member holds a part of each block, so `block_tokens` is at least the group's size. Raises
+        WorkerError."""
         self.clear()
         self.block_tokens = block_tokens
         self.tiny_tokens = max(_TINY_TOKENS, len(self._members))
-        self._tiny = await self._fill(_NUM_TINY, self.tiny_tokens, step_tokens)
-        self._blocks = await self._fill(NUM_BLOCKS, block_tokens, step_tokens)
+        self._blocks = await self._fill_blocks()
+        self._tiny = await self._fill_tiny(step_tokens)
         self._dirty = []  # blocks stay until `clear`
 
-    async def _fill(self, count: int, tokens: int, step_tokens: int) -> list[int]:
-        segments = [self._segment() for _ in range(count)]
-        each = max(1, step_tokens // tokens)
-        for at in range(0, count, each):
-            await self._run([self._chunk(tokens, segment=s) for s in segments[at : at + each]])
+    async def _fill_tiny(self, step_tokens: int) -> list[int]:
+        segments = [self._segment() for _ in range(_NUM_TINY)]
+        each = max(1, step_tokens // self.tiny_tokens)
+        for at in range(0, _NUM_TINY, each):
+            some = segments[at : at + each]
+            await self._run([self._chunk(self.tiny_tokens, segment=s) for s in some])
         return segments
+
+    async def _fill_blocks(self) -> list[int]:
+        """Each right behind the one before, as the chunks of a prompt lie: scattered keys are
+        copied before they are attended to. The first stands where a long prompt would, with room
+        for all."""
+        dop = len(self._members)
+        left = self.max_tokens - self.block_tokens
+        each = max(min(_PLACED_TOKENS * dop, self.pool_tokens * dop // _POOL_SHARE, left), dop)
+        place = last = self._segment()
+        await self._run([self._chunk(each, segment=place)])
+        blocks = []
+        for _ in range(NUM_BLOCKS):
+            behind = [last] if each <= left else []
+            last = self._segment()
+            chunk = self._chunk(self.block_tokens, segment=last, cached=behind, each=each)
+            await self._run([chunk])
+            each = self.block_tokens
+            blocks.append(last)
+        self._exclusive.free([place])
+        return blocks
 
     async def prefill(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step of (cached, new) tokens; cached is a multiple of `block_tokens`."""
@@ -162,12 +188,16 @@ class Bench:
     def _read(self, tokens: int) -> list[int]:
         return self._blocks[: tokens // self.block_tokens] if tokens else []
 
-    def _chunk(self, new: int, *, segment: int, cached: Sequence[int] = ()) -> Extend:
-        held = [len(cached) * count for _, count in even(self.block_tokens, self._members)]
+    def _chunk(
+        self, new: int, *, segment: int, cached: Sequence[int] = (), each: int | None = None
+    ) -> Extend:
+        """`each`: tokens of each of the `cached` segments, by default those of a block."""
+        each = self.block_tokens if each is None else each
+        held = [len(cached) * count for _, count in even(each, self._members)]
         return Extend(
             request_id=str(segment),
             tokens=self._some(new),
-            start=len(cached) * self.block_tokens,
+            start=len(cached) * each,
             master=None,
             segment=segment,
             keep=even(new, self._members),

@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 from profile_kit import FakeWorkers
 
 from loongd.errors import WorkerError
@@ -12,6 +14,7 @@ from loongd.profiling import grid
 from loongd.profiling.bench import Bench
 from loongd.profiling.jobs import Job, burst, repeat
 from loongd.wire import RunStep, StepDone, StepFailed, ToWorker
+from loongd.worker.kvcache import KvCache
 
 
 class Steps:
@@ -114,9 +117,8 @@ async def test_a_step_that_fails_ends_its_row() -> None:
         await row
 
 
-async def test_a_row_of_decode_steps_is_what_the_daemon_would_send() -> None:
-    """The first names its tokens, each later one follows, and the new tokens have a segment."""
-    workers = FakeWorkers(2)
+def spied(workers: FakeWorkers) -> list[RunStep]:
+    """What instance 0 will have been sent."""
     sent: list[RunStep] = []
     deliver = workers.send
 
@@ -126,6 +128,42 @@ async def test_a_row_of_decode_steps_is_what_the_daemon_would_send() -> None:
         deliver(instance, message)
 
     workers.send = spy  # type: ignore[method-assign]
+    return sent
+
+
+@pytest.mark.parametrize("dop", [1, 2])
+async def test_what_chunks_read_lies_as_a_long_prompt_does(dop: int) -> None:
+    """In a worker's pool, which is empty but for what is short."""
+    workers = FakeWorkers(dop)
+    sent = spied(workers)
+    with workers.exclusive() as exclusive:
+        bench = Bench(exclusive, vocab_size=300, max_tokens=8192)
+        bench.group(dop)
+        await bench.fill(60, 4096)
+        bench.clear()
+    kv = KvCache(
+        num_layers=1,
+        num_slots=20_000,
+        num_kv_heads=1,
+        head_dim=2,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    kv.extend(1, np.arange(30))
+    blocks = []
+    for extend in (extend for step in sent for extend in step.batch):
+        count = dict(extend.keep)[0]
+        slots = kv.extend(extend.segment, np.arange(count), after=extend.cached)
+        if count == 60 // dop:
+            blocks.append(slots)
+    assert len(blocks) == grid.NUM_BLOCKS
+    assert (np.diff(np.concatenate(blocks)) == 1).all()
+
+
+async def test_a_row_of_decode_steps_is_what_the_daemon_would_send() -> None:
+    """The first names its tokens, each later one follows, and the new tokens have a segment."""
+    workers = FakeWorkers(2)
+    sent = spied(workers)
     with workers.exclusive() as exclusive:
         bench = Bench(exclusive, vocab_size=300, max_tokens=4096)
         bench.group(2)
