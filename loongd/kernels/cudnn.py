@@ -4,7 +4,7 @@ Knows: what it costs. The fastest there is on Hopper (600 to 690 TFLOP/s), but e
 lengths takes 45 to 80 ms to plan (the first of a kind 1 s), once a thread. So causal squares are
 rounded down to at most 8 sizes an octave (above `_EXACT` the plan is small beside the work), and
 queries over a prefix, whose length is new in every chunk of a prompt, are cut in both directions
-into pieces of few sizes (`pieces`): 15 pairs in all. What is left of the queries is padded to a
+into pieces of few sizes (`pieces`): 30 pairs in all. What is left of the queries is padded to a
 piece where that is faster (`query_rows`); the caller does the rest another way. torch's
 variable-length form replans at every call (58 ms): unusable.
 """
@@ -21,7 +21,7 @@ LEAST_SQUARE_OF_MANY = 2048
 """Tokens from which a causal square is faster here than in Triton: alone (1K: 35 us against 58),
 and beside others, which Triton does in one launch (8 x 1K: 361 us here against 310)."""
 QUERY_SIZES = (8192, 4096, 2048, 1024, 512)
-KEY_SIZES = (32768, 8192, 2048)
+KEY_SIZES = (65536, 32768, 16384, 8192, 4096, 2048)
 """Pieces of attention over the pool; with the least of each it is faster here than in Triton,
 gathering included. Each piece of keys but the first costs a merge of its output, in bytes 1.4 % of
 its time with 32,768 keys, 6 % with 8,192, 22 % with 2,048 (at 600 TFLOP/s and 4 TB/s)."""

@@ -31,8 +31,8 @@ HOST_S = 0.003
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
 SIZES_PER_OCTAVE = 4
 LIBRARY_TOKENS = 512
-"""Libraries attend to a long prefix with so many queries at a time; what is left over goes to
-kernels that are slower (`kernels.cudnn.QUERY_SIZES`)."""
+"""Libraries attend to a long prefix with so many queries at a time, of all members together; what
+is left over goes to kernels that are slower, or pads a piece (`kernels.cudnn.QUERY_SIZES`)."""
 LEAST_UNMEASURED = 512
 """Tokens of each member in all chunks but the last, until the machine is measured. What is believed
 of it may be wrong by far: if it seems slow, chunks get smaller, which makes it slower still."""
@@ -84,19 +84,21 @@ def aligned_down(most: int, dop: int) -> int:
     """The largest size that is not above `most`: each member computes the same number of tokens,
     one of `SIZES_PER_OCTAVE` in each octave. `most` itself when it is below `dop`."""
     each = most // dop
-    return (each - each % _step(each)) * dop or most
+    return (each - each % _step(each, dop)) * dop or most
 
 
 def aligned_up(least: int, dop: int) -> int:
     """The smallest size that is not below `least`."""
     each = -(-least // dop)
-    return -(-each // _step(each)) * _step(each) * dop
+    step = _step(each, dop)
+    return -(-each // step) * step * dop
 
 
-def _step(each: int) -> int:
+def _step(each: int, dop: int) -> int:
     octave = 1 << max(0, each.bit_length() - 1)
     step = max(1, octave // SIZES_PER_OCTAVE)
-    return step if each < LIBRARY_TOKENS else max(step, LIBRARY_TOKENS)
+    piece = 1 << max(0, (LIBRARY_TOKENS // dop).bit_length() - 1)
+    return step if each < 2 * piece else max(step, piece)
 
 
 def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> int:

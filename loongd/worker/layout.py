@@ -24,8 +24,8 @@ Ints = npt.NDArray[np.int64]
 
 ROUND_TOKENS = 32768
 """Older tokens whose keys a member takes in in one round, while it computes over the round before,
-where these are not too many rounds: the largest size of keys that cuDNN is planned for
-(`kernels.cudnn.KEY_SIZES`), for which merging is cheapest."""
+where these are not too many rounds: a size of keys that cuDNN is planned for
+(`kernels.cudnn.KEY_SIZES`), large enough for merging to be cheap."""
 ROUND_BYTES = 512 << 20
 """Most bytes of a round's keys, at least `ROUND_TOKENS` of them. Two rounds are in memory."""
 GATHERED_ROWS = 1024
