@@ -84,8 +84,16 @@ SMALL_ITEMS = 32
 SMALL_PAIRS = 32 << 20
 SMALL_GROUP_PAIRS = 96 << 20
 SMALL_LEAST_PAIRED = 320
+SMALL_DEALT_TOKENS = 257
 """Limits of steps that the workers replay: on one instance `worker.prefill_layout`, on a group
-`worker.striped_layout` and for few tokens `worker.group_layout`, there the pairs of each member."""
+`worker.striped_layout` and for few tokens `worker.group_layout`, there the pairs of each member.
+Steps of `SMALL_DEALT_TOKENS` new tokens or more are dealt out to the members of a group."""
+
+
+def dealt_to(dealt: int, items: Sequence[tuple[int, int]]) -> int:
+    """Members that share the new tokens of (cached, new) `items`, where larger steps are `dealt` to
+    so many and smaller ones are computed by all."""
+    return dealt if sum([new for _, new in items]) >= SMALL_DEALT_TOKENS else 1
 
 
 class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +119,9 @@ class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill time of one degree of parallelism; the module says what each number means. `host`
     is None where the device was always the slower one; `padded_sizes` (ascending) are the numbers
-    of new tokens to which steps are padded, and queries of chunks come in `tile_tokens`; half
-    of that or fewer count as `half_tokens`, unless it is 0."""
+    of new tokens to which steps are padded, and queries of chunks come in `tile_tokens`, of each
+    member where they are `dealt` to so many; half of that or fewer count as `half_tokens`, unless
+    it is 0."""
 
     step_s: float
     item_s: float
@@ -132,9 +141,11 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
     early_tokens: int = EARLY_CACHED_TOKENS
     tile_tokens: int = 1
     half_tokens: int = 0
+    dealt: int = 1
 
     def time_s(self, items: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step; `items` are (cached_tokens, new_tokens)."""
+        members = dealt_to(self.dealt, items)
         new = square = cross = few = early = chunks = chunk_tokens = cached_tokens = 0
         for cached, count in items:
             new += count
@@ -143,7 +154,7 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
                 chunks += 1
                 chunk_tokens += count
                 cached_tokens += cached
-                queries = tiled(count, self.tile_tokens, self.half_tokens)
+                queries = tiled(count, members * self.tile_tokens, members * self.half_tokens)
                 cross += 2 * cached * queries
                 few += 2 * cached * min(queries, self.few_tokens)
                 early += 2 * min(cached, self.early_tokens) * count

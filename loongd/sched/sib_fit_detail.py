@@ -27,6 +27,7 @@ from loongd.sched.sib_detail import (
     PrefillDetail,
     SmallSteps,
     Table,
+    dealt_to,
     padded,
     small_limits,
     tiled,
@@ -123,7 +124,8 @@ class _Replays:
         for limits, of in zip(small_limits(dop, sizes[0][-1], sizes[1][-1]), sizes, strict=False):
             mine = [point for point in left if limits.covers(point.items)]
             if len(mine) >= _LEAST_POINTS:
-                small.append(SmallSteps(limits=limits, detail=_device_detail(dop, mine, sizes=of)))
+                detail = _device_detail(dop, mine, sizes=of, dealt=limits.dealt)
+                small.append(SmallSteps(limits=limits, detail=detail))
                 covered += mine
             left = [point for point in left if not limits.covers(point.items)]
         # too few others would tell less alone than with these
@@ -207,17 +209,21 @@ def _device_detail(
     points: Sequence[PrefillPoint],
     host: HostCosts | None = None,
     sizes: tuple[int, ...] = (),
+    dealt: int = 1,
 ) -> PrefillDetail:
     """With the tiles that suit the times best, and with dearer early keys and half tiles of their
     own, if each is much better than without."""
-    plain = _Blocks(LONG_NEW_TOKENS * dop)
+    plain = _Blocks(LONG_NEW_TOKENS * dop, dealt=dealt)
     best = _with_blocks(points, host, sizes, plain)
     least = _cost_of(best, points)
     for early in (0, EARLY_CACHED_TOKENS * dop):
         for halves in ((0,), _HALVES):
             tried = [
                 _with_blocks(
-                    points, host, sizes, _Blocks(plain.few_tokens, tile, early, tile * half // 8)
+                    points,
+                    host,
+                    sizes,
+                    _Blocks(plain.few_tokens, tile, early, tile * half // 8, dealt),
                 )
                 for tile, half in product(_TILES, halves)
             ]
@@ -242,6 +248,7 @@ def _with_blocks(
         half_tokens=blocks.half_tokens,
         few_tokens=blocks.few_tokens,
         early_tokens=blocks.early_tokens,
+        dealt=blocks.dealt,
     )
 
 
@@ -264,6 +271,7 @@ class _Blocks:
     tile_tokens: int = 1
     early_tokens: int = 0
     half_tokens: int = 0
+    dealt: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +326,8 @@ def _device_features(point: PrefillPoint, blocks: _Blocks) -> tuple[float, ...]:
     """1, requests, several, chunks, their new and their cached tokens, squares, crosses, those of
     the first new tokens and of the first cached ones."""
     items = point.items
-    tile, half = blocks.tile_tokens, blocks.half_tokens
+    members = dealt_to(blocks.dealt, items)
+    tile, half = members * blocks.tile_tokens, members * blocks.half_tokens
     chunks = [(cached, new, tiled(new, tile, half)) for cached, new in items if cached]
     return (
         1.0,

@@ -16,7 +16,7 @@ from loongd.profiling import grid
 from loongd.profiling.bench import even
 from loongd.profiling.profiler import ProfileRequest
 from loongd.sched.sib import Sib
-from loongd.sched.sib_detail import small_limits
+from loongd.sched.sib_detail import SMALL_DEALT_TOKENS, small_limits
 from loongd.wire import Extend, PaddedSizes, RunStep, Sampling
 from loongd.worker import prefill_layout, striped_layout
 from loongd.worker.group_layout import MOST_EXCHANGED_TOKENS, GroupWork
@@ -165,6 +165,7 @@ def test_the_limits_of_replayed_steps_are_those_of_the_workers(dop: int) -> None
         count = rng.randint(2, 31)
         each = [rng.randint(max(1, most // count - 40), most // count) for _ in range(count)]
         steps.append([(0, new) for new in each])
+    assert SMALL_DEALT_TOKENS == striped_layout.LEAST_TOKENS
     found = set()
     for items in steps:
         step = step_of(items, dop)

@@ -20,6 +20,7 @@ from loongd.sched.sib import Profile, Sib, dump_profile, parse_profile
 from loongd.sched.sib_detail import (
     LONG_CACHED_TOKENS,
     LONG_NEW_TOKENS,
+    SMALL_DEALT_TOKENS,
     DecodeGrid,
     HostCosts,
     PrefillDetail,
@@ -154,6 +155,20 @@ def test_replayed_steps_have_times_of_their_own() -> None:
     assert sib.prefill_s(1, [(500, 97)]) - sib.prefill_s(1, [(500, 96)]) > 2e-8 * 2 * 500 * 31
     slow = msgspec.structs.replace(SMALL, detail=msgspec.structs.replace(DETAIL, step_s=1.0))
     assert msgspec.structs.replace(first, small=(slow,)).time_s([(0, 257)]) == slow.most_s > 1.0
+
+
+def test_queries_that_are_dealt_out_come_in_a_tile_of_each_member() -> None:
+    shared = msgspec.structs.replace(DETAIL, host=None, few_s=0.0, tile_tokens=32, dealt=2)
+
+    def pairs(new: int) -> float:
+        """Queries that are paired with 10,000 older tokens, beyond 5,000 ones."""
+        more_s = shared.time_s([(10_000, new)]) - shared.time_s([(5_000, new)])
+        return (more_s / 5_000 - shared.cached_s) / (2 * shared.cross_s)
+
+    assert pairs(SMALL_DEALT_TOKENS - 1) == pytest.approx(256)
+    assert pairs(SMALL_DEALT_TOKENS) == pytest.approx(320)
+    assert pairs(33) == pytest.approx(64)
+    assert pairs(321) == pytest.approx(384)
 
 
 def test_few_queries_count_as_half_a_tile() -> None:
