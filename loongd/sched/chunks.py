@@ -4,10 +4,9 @@ Knows: the arithmetic of chunks, from the SIB. Does not know: who waits, where a
 
 A chunk is predicted to take the bound at most. Each one costs the step's fixed time again
 (launches, exchanges, and the host's work around it); where that would be more than
-`OVERHEAD_SHARE` of the chunk, the chunk is longer, and others wait so much longer: a prompt loses
-no more than this share to being cut while nobody else waits. A measured profile knows more of what
-a chunk adds: few queries over a long prefix are slower than many, so that no chunk is long enough.
-One that loses a share of its time to that may be twice that share longer than the bound, no more.
+`OVERHEAD_SHARE` of the chunk, the chunk is longer, and others wait so much longer: by the formula a
+prompt loses no more than this share to being cut while nobody else waits. A measured profile knows
+more of what a chunk adds; for that nobody waits longer, since it would gain 1 to 3 % (H200, 7B).
 
 Lengths are rounded to a few sizes, the same for every prompt: GPU libraries plan for each pair of
 lengths (45 to 80 ms with cuDNN, once), and equal parts keep the group's members in step. The last
@@ -22,10 +21,6 @@ from loongd.sched.policy import Limits
 from loongd.sched.sib import Coefficients, Sib
 
 OVERHEAD_SHARE = 0.05
-PATIENCE = 2.0
-"""How much longer than the bound a chunk may be, for the share of it that is lost. So prompts
-of 400,000 tokens of 7B lose 51 to 60 % instead of 100, short ones 0.05 to 0.13 s (ninth decile)."""
-_SURELY = 1.001
 HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
@@ -103,32 +98,29 @@ def _step(each: int, dop: int) -> int:
 
 def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> int:
     """New tokens of the next chunk of a prefill that has `left` tokens to go."""
-    coefficients = sib.prefill_coefficients(dop)
+    coefficients, bound_s = sib.prefill_coefficients(dop), limits.max_prefill_wait_s
     most = limits.max_step_tokens * dop
-    within = largest_within(coefficients, cached=cached, time_s=limits.max_prefill_wait_s)
-    if left <= min(within, most):
+
+    def step_s(size: int) -> float:
+        return sib.prefill_s(dop, [(cached, size)])
+
+    if left <= most and step_s(left) <= bound_s:
         return left
-    least = largest_within(coefficients, cached=cached, time_s=least_s(coefficients))
-    size = max(aligned_down(within, dop), aligned_up(least, dop))
+    least = aligned_up(
+        largest_within(coefficients, cached=cached, time_s=least_s(coefficients)), dop
+    )
     if not sib.profile.measured:
-        size = max(size, LEAST_UNMEASURED * dop)
-    while size < min(most, left):
-        lost = _lost_share(sib, dop, cached=cached, size=size)
-        longer, longest_s = (
-            aligned_up(size + 1, dop),
-            limits.max_prefill_wait_s * (1 + PATIENCE * lost),
-        )
-        # by the formula alone sizes are found already: what is left of a rounding decides nothing
-        if lost <= _SURELY * OVERHEAD_SHARE or sib.prefill_s(dop, [(cached, longer)]) > longest_s:
-            break
+        least = max(least, LEAST_UNMEASURED * dop)
+    within = largest_within(coefficients, cached=cached, time_s=bound_s)
+    size = max(aligned_down(within, dop), least)
+    # the profile may know better than its formula; but the fewer queries over a long prefix, the
+    # more each of them loses
+    least = max(least, aligned_up(-(-within // 2), dop))
+    while size > least and step_s(size) > bound_s:
+        size = max(aligned_down(size - 1, dop), least)
+    while size < min(most, left) and step_s(longer := aligned_up(size + 1, dop)) <= bound_s:
         size = longer
-    return fit_chunk(min(max(size, within), most), dop, left=left)
-
-
-def _lost_share(sib: Sib, dop: int, *, cached: int, size: int) -> float:
-    """Of a chunk of this size, what it adds to the prefill; 1 at most."""
-    more_s = added_s(sib, dop, cached=cached, size=size) + HOST_S
-    return min(more_s / max(sib.prefill_s(dop, [(cached, size)]), 1e-9), 1.0)
+    return fit_chunk(min(size, most), dop, left=left)
 
 
 def fit_chunk(most: int, dop: int, *, left: int) -> int:

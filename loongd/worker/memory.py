@@ -132,7 +132,7 @@ def pool_tokens(
 
 def exchange_bytes(spec: ModelSpec, dtype: torch.dtype, num_instances: int) -> int:
     """What a worker maps for the others to write into: queries and answers of decode, K, V and
-    queries of small prefills, and their partial results. 0.1 GB for each instance with 32 heads of
+    queries of small prefills, and their partial results. 0.2 GB for each instance with 32 heads of
     128."""
     if num_instances == 1:
         return 0

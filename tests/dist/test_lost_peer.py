@@ -1,6 +1,6 @@
 """A peer that dies in mid-exchange, and a message that never comes, end in errors, not in waiting.
 
-Real worker processes over gloo, a model without weights. What the daemon then does (restart,
+Real worker processes over sockets, a model without weights. What the daemon then does (restart,
 requests go on) is shown by tests/e2e/test_failures.py.
 """
 

@@ -1,4 +1,4 @@
-"""Instances of several workers over gloo: logits and greedy tokens equal transformers'."""
+"""Instances of several workers over sockets: logits and greedy tokens equal transformers'."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ async def generate(cluster: Cluster, members: list[int], numbers: list[int]) -> 
 async def test_deterministic_mode_gives_the_same_bits_in_any_group(
     reference: tuple[Path, LlamaForCausalLM], serve: Serve
 ) -> None:
-    """Two workers an instance, over gloo: equal to transformers, and alone equal to together."""
+    """Two workers an instance, over sockets: equal to transformers, and alone equal to together."""
     numbers = list(range(len(PROMPTS)))
     async with serve(2, 2, deterministic=True) as cluster:
         assert {ready.attention_backend for ready in cluster.ready} == {"exact (deterministic)"}

@@ -4,15 +4,7 @@ import msgspec
 import pytest
 from sched_kit import make_sib
 
-from loongd.sched.chunks import (
-    HOST_S,
-    OVERHEAD_SHARE,
-    PATIENCE,
-    added_s,
-    aligned_up,
-    left_s,
-    next_chunk,
-)
+from loongd.sched.chunks import added_s, aligned_up, left_s, next_chunk
 from loongd.sched.policy import Limits
 from loongd.sched.sib import Sib
 from loongd.sched.sib_detail import PrefillDetail
@@ -53,24 +45,36 @@ def test_a_chunk_adds_its_fixed_time_where_nothing_else_is_known(cached: int) ->
     assert 0.2 < sib.prefill_s(1, [(cached, chunk(sib, cached))]) <= 0.3
 
 
-@pytest.mark.parametrize("few_s", [1e-11, 1e-10, 1e-9])
-@pytest.mark.parametrize("cached", [40_000, 160_000, 640_000])
-def test_a_chunk_that_loses_much_is_longer_by_as_much(few_s: float, cached: int) -> None:
-    """As long as it loses more than its share, and twice the lost share beyond the bound at most;
-    the next size would lose too little to be worth it, or take too long."""
-    sib = sib_of(few_s)
+@pytest.mark.parametrize("few_s", [0.0, 1e-11, 1e-10, 1e-9])
+@pytest.mark.parametrize("cached", [0, 40_000, 160_000, 640_000])
+def test_a_chunk_is_the_largest_within_the_bound_by_all_that_is_known(
+    few_s: float, cached: int
+) -> None:
+    """But at least half of what the formula says, however slow few queries are."""
+    sib, by_formula = sib_of(few_s), chunk(sib_of(0.0), cached)
     size = chunk(sib, cached)
+    assert aligned_up(size, 1) == size
+    assert by_formula / 2 - 512 < size <= by_formula
+    takes_s, longer_s = (
+        sib.prefill_s(1, [(cached, one)]) for one in (size, aligned_up(size + 1, 1))
+    )
+    assert longer_s > 0.3
+    assert takes_s <= 0.3 or size <= aligned_up(by_formula // 2 + 512, 1)
 
-    def lost(of: int) -> float:
-        more_s = added_s(sib, 1, cached=cached, size=of) + HOST_S
-        return min(more_s / sib.prefill_s(1, [(cached, of)]), 1.0)
 
-    assert size >= chunk(sib_of(0.0), cached)
-    if lost(size) > OVERHEAD_SHARE * 1.01:
-        longer_s = sib.prefill_s(1, [(cached, aligned_up(size + 1, 1))])
-        assert longer_s > 0.3 * (1 + PATIENCE * lost(size))
-    if size > chunk(sib_of(0.0), cached):
-        assert sib.prefill_s(1, [(cached, size)]) <= 0.3 * (1 + PATIENCE)
+def test_a_profile_that_is_faster_than_its_formula_makes_chunks_larger() -> None:
+    slow = sib_of(0.0).profile
+    (fit,) = slow.prefill
+    halved = {
+        name: getattr(DETAIL, name) / 2 for name in ("step_s", "square_s", "cross_s", "token_s")
+    }
+    rows = tuple((place, seconds / 2) for place, seconds in DETAIL.rows)
+    detail = msgspec.structs.replace(DETAIL, rows=rows, **halved)
+    sib = Sib(msgspec.structs.replace(slow, prefill=[msgspec.structs.replace(fit, detail=detail)]))
+    size = chunk(sib, 40_000)
+    assert size > 1.5 * chunk(Sib(slow), 40_000)
+    assert sib.prefill_s(1, [(40_000, size)]) <= 0.3
+    assert sib.prefill_s(1, [(40_000, aligned_up(size + 1, 1))]) > 0.3
 
 
 def test_what_chunks_add_is_foreseen() -> None:
