@@ -145,6 +145,7 @@ class Daemon:
             started_at=int(time.time()),
             default_sampling=model.default_sampling,
             profiler=Profiler(manager, speed.sib, lambda: speed.subject(manager.max_model_len)),
+            is_ending=self._stop.is_set,
         )
         return manager, context
 

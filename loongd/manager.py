@@ -107,8 +107,8 @@ class GlobalManager:
 
         Raises WorkerError in the second case; every live request has then failed.
         """
-        while not self._stopping:
-            event = await self._pool.receive()
+        # requests that were given up while this waited have no stream any more
+        while (event := await self._pool.receive()) and not self._stopping:
             if isinstance(event, WorkerLost):
                 await self._recover(event, starts, on_progress)
             else:

@@ -67,6 +67,7 @@ class Profiler:
         """
         subject = self._subject()
         with self._owner.exclusive() as exclusive:
+            _log.info("%s: nobody is served meanwhile", "check" if request.check else "profile")
             bench = Bench(
                 exclusive, vocab_size=subject.facts.vocab_size, max_tokens=subject.max_tokens
             )

@@ -27,13 +27,18 @@ async def status(request: web.Request) -> web.Response:
 async def drain(request: web.Request) -> web.Response:
     """Refuse new requests from now on; running ones finish."""
     engine = request.app[CONTEXT].engine
+    log.info("drain: new requests are refused")
     engine.drain()
     return json_response(_load(engine))
 
 
 async def undrain(request: web.Request) -> web.Response:
-    """Admit requests again."""
-    engine = request.app[CONTEXT].engine
+    """Admit requests again. Raises RequestError when the daemon is on its way out."""
+    context = request.app[CONTEXT]
+    if context.is_ending():
+        raise RequestError("the daemon is stopping: start it anew", status=409, code="shutdown")
+    engine = context.engine
+    log.info("undrain: new requests are admitted")
     engine.undrain()
     return json_response(_load(engine))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -37,6 +37,7 @@ class RestContext:
         default_sampling: of generation_config.json, such as temperature, top_p, top_k, min_p,
             repetition_penalty; used where a request names none.
         profiler: measures the workers on request; None where there are none.
+        is_ending: whether the daemon is on its way out, which nothing takes back.
     """
 
     engine: Engine
@@ -48,6 +49,7 @@ class RestContext:
     started_at: int
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     profiler: Profiler | None = None
+    is_ending: Callable[[], bool] = lambda: False
 
 
 CONTEXT = web.AppKey("context", RestContext)

@@ -29,7 +29,7 @@ MAX_DEPTH = 256
 # A short prompt passes prompts of more than so many times its length.
 PASSED_LENGTHS = 4
 # A prediction is rough beyond so many times the work that was ever measured.
-FAR = 16.0
+FAR = 4.0
 # A step is never taken to be nearer to its end than this share of its time so far or predicted.
 OVERDUE_SHARE = 0.1
 # No client can have this id: ids of real requests have no blanks.

@@ -219,6 +219,16 @@ async def test_a_bug_is_a_plain_500(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+async def test_a_daemon_on_its_way_out_admits_nothing_again():
+    engine = FakeEngine()
+    ending = make_context(engine, is_ending=lambda: True)
+    async with TestClient(TestServer(make_admin_app(ending))) as admin:
+        await admin.post("/admin/drain")
+        error = await error_of(await admin.post("/admin/undrain"), 409)
+    assert "stopping" in error["message"]
+    assert engine.draining
+
+
 async def test_the_admin_api():
     engine = FakeEngine(say("hi"))
     context = make_context(engine, config={"api_key": ["k1"]})
