@@ -215,7 +215,9 @@ class WorkerPool:
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
             raise WorkerError(f"runtime_dir {self._runtime_dir} is too long for a socket's path")
         path.unlink(missing_ok=True)
-        rendezvous.unlink(missing_ok=True)
+        # and the sockets beside it of workers that were killed while they connected
+        for left in (rendezvous, *rendezvous.parent.glob(f"{rendezvous.name}.*")):
+            left.unlink(missing_ok=True)
         return f"ipc://{path}"
 
     async def _spawn(self, start: Start, address: str) -> _Worker:

@@ -28,7 +28,7 @@ _NUM_TINY = 16
 _TINY_TOKENS = 16
 _PLACED_TOKENS = 2048
 """Of each member, from which on workers take a segment for a long prompt's (`worker.slots.LONG`),
-where the pool is large enough for so many."""
+where steps and the pool are large enough for so many."""
 _POOL_SHARE = 8
 
 
@@ -77,37 +77,38 @@ class Bench:
         self._members = [ready.instance for ready in self._exclusive.instances[:dop]]
 
     async def fill(self, block_tokens: int, step_tokens: int) -> None:
-        """Prefill the blocks that later steps read, and the tiny ones `step_tokens` a step; each
-        member holds a part of each block, so `block_tokens` is at least the group's size. Raises
-        WorkerError."""
+        """Prefill the blocks that later steps read, some `step_tokens` a step; each member holds
+        a part of each block, so `block_tokens` is at least the group's size. Raises WorkerError."""
         self.clear()
         self.block_tokens = block_tokens
         self.tiny_tokens = max(_TINY_TOKENS, len(self._members))
-        self._blocks = await self._fill_blocks()
-        self._tiny = await self._fill_tiny(step_tokens)
+        placed = _PLACED_TOKENS * len(self._members)
+        room = self.pool_tokens * len(self._members) // _POOL_SHARE
+        longest = block_tokens + max(placed, block_tokens)
+        if placed <= min(step_tokens, room) and longest <= self.max_tokens:
+            self._blocks = await self._fill_in_row(placed)
+        else:
+            self._blocks = await self._fill(NUM_BLOCKS, block_tokens, step_tokens)
+        self._tiny = await self._fill(_NUM_TINY, self.tiny_tokens, step_tokens)
         self._dirty = []  # blocks stay until `clear`
 
-    async def _fill_tiny(self, step_tokens: int) -> list[int]:
-        segments = [self._segment() for _ in range(_NUM_TINY)]
-        each = max(1, step_tokens // self.tiny_tokens)
-        for at in range(0, _NUM_TINY, each):
-            some = segments[at : at + each]
-            await self._run([self._chunk(self.tiny_tokens, segment=s) for s in some])
+    async def _fill(self, count: int, tokens: int, step_tokens: int) -> list[int]:
+        segments = [self._segment() for _ in range(count)]
+        each = max(1, step_tokens // tokens)
+        for at in range(0, count, each):
+            await self._run([self._chunk(tokens, segment=s) for s in segments[at : at + each]])
         return segments
 
-    async def _fill_blocks(self) -> list[int]:
-        """Each right behind the one before, as the chunks of a prompt lie: scattered keys are
-        copied before they are attended to. The first stands where a long prompt would, with room
-        for all."""
-        dop = len(self._members)
-        left = self.max_tokens - self.block_tokens
-        each = max(min(_PLACED_TOKENS * dop, self.pool_tokens * dop // _POOL_SHARE, left), dop)
-        place = last = self._segment()
+    async def _fill_in_row(self, placed: int) -> list[int]:
+        """Blocks right behind each other, as the chunks of a prompt lie: scattered keys are copied
+        before they are attended to, which counts where steps are fast. The first stands where a
+        prompt of `placed` tokens does, with room for all."""
+        each, place = placed, self._segment()
+        last = place
         await self._run([self._chunk(each, segment=place)])
         blocks = []
         for _ in range(NUM_BLOCKS):
-            behind = [last] if each <= left else []
-            last = self._segment()
+            behind, last = [last], self._segment()
             chunk = self._chunk(self.block_tokens, segment=last, cached=behind, each=each)
             await self._run([chunk])
             each = self.block_tokens

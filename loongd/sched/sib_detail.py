@@ -188,6 +188,8 @@ class PrefillDetail(msgspec.Struct, frozen=True, kw_only=True):
             return "tile_tokens must be 1 or more"
         if self.half_tokens > self.tile_tokens:
             return "half_tokens must not be above tile_tokens"
+        if 0 < 2 * self.half_tokens < self.tile_tokens:
+            return "half_tokens must be half of tile_tokens or more, or 0"
         if sizes and (sizes[0] < 1 or not _rises(sizes, strictly=True)):
             return "padded_sizes must be ascending"
         return "" if self.rows and is_rising(self.rows) else "rows must be ascending"

@@ -23,6 +23,7 @@ from loongd.worker.slot_table import SlotTable
 from loongd.worker.striped_layout import (
     LEAST_TOKENS,
     StripedShape,
+    ROWS,
     StripedWork,
     lay_out_striped,
     most_rows,
@@ -56,6 +57,10 @@ def test_which_steps_are_dealt_out() -> None:
     short = make_extend(20, keep=[(0, 20)])
     assert _work(*[short] * (MOST_REQUESTS - 1)) == StripedWork(384, (0, 1))
     assert _work(*[short] * MOST_REQUESTS) is None
+    for rows in (rows for rows in ROWS if rows >= 192):
+        for more, wanted in ((0, rows), (-2, rows)):
+            one = make_extend(2 * rows + more, keep=[(0, 2 * rows + more)], held={1: 3})
+            assert _work(one) == StripedWork(wanted, (0, 1), (1,))
     for dop, older in itertools.product((2, 3, 4, 8), (False, True)):
         members, held = tuple(range(dop)), {0: 3} if older else {}
         most = dop * most_rows(dop, older=older)

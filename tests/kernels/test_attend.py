@@ -133,6 +133,22 @@ def test_extend_any_lengths(
     assert_close(lse, expected[1], FULL)
 
 
+@pytest.mark.parametrize("num_keys", [20, 21, 22, 26, 48])
+def test_a_tile_that_begins_amid_a_query_sees_what_its_first_row_does(
+    device: torch.device, num_keys: int
+) -> None:
+    p = make_problem((12,), (num_keys,), heads=(3, 1), head_dim=64, dtype=FULL, device=device)
+    tiling = Tiling(16, 16, 4, 2, 1, 16, whole=True)
+    with poisoned():
+        out, lse = attend.extend(
+            p.q, p.k, p.v, p.slots, p.ranges, scale=p.scale, causal=True, tiling=tiling
+        )
+    q, k, v, slots = p.doubled
+    expected = reference.extend(q, k, v, slots, p.ranges, scale=p.scale, causal=True)
+    assert_close(out, expected[0], FULL)
+    assert_close(lse, expected[1], FULL)
+
+
 @pytest.mark.parametrize("dtype", [FULL, HALF], ids=str)
 @pytest.mark.parametrize("head_dim", [80, 128, 256])
 def test_extend_packed_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

@@ -160,6 +160,22 @@ async def test_what_chunks_read_lies_as_a_long_prompt_does(dop: int) -> None:
     assert (np.diff(np.concatenate(blocks)) == 1).all()
 
 
+@pytest.mark.parametrize(("max_tokens", "step_tokens"), [(8192, 2000), (130, 4096)])
+async def test_no_step_of_a_fill_is_longer_than_asked(max_tokens: int, step_tokens: int) -> None:
+    workers = FakeWorkers(2)
+    sent = spied(workers)
+    with workers.exclusive() as exclusive:
+        bench = Bench(exclusive, vocab_size=300, max_tokens=max_tokens)
+        bench.group(2)
+        await bench.fill(70, step_tokens)
+        bench.clear()
+    assert workers.num_used == 0
+    assert len(sent) < 20, "many blocks a step"
+    for step in sent:
+        assert sum(len(extend.tokens) // 4 for extend in step.batch) <= step_tokens
+        assert all(extend.start + len(extend.tokens) // 4 <= max_tokens for extend in step.batch)
+
+
 async def test_a_row_of_decode_steps_is_what_the_daemon_would_send() -> None:
     """The first names its tokens, each later one follows, and the new tokens have a segment."""
     workers = FakeWorkers(2)

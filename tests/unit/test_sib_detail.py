@@ -180,6 +180,9 @@ def test_few_queries_count_as_half_a_tile() -> None:
         saved_s = whole.time_s([(5000, new)]) - halves.time_s([(5000, new)])
         assert saved_s == pytest.approx(cost_s, abs=1e-12)
     assert halves.cross_s > 0
+    assert halves.fault() == ""
+    less = msgspec.structs.replace(halves, half_tokens=63)
+    assert less.fault() == "half_tokens must be half of tile_tokens or more, or 0"
 
 
 def test_the_first_cached_tokens_cost_more() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from loongd.profiling import grid
+from loongd.sched import sib as sib_module
 from loongd.sched.sib import Sib
 from loongd.sched.sib_fit import DecodePoint, MigratePoint, fit_decode, fit_migrate
 from loongd.sched.sib_fit_grid import refine_decode
@@ -115,6 +116,14 @@ def test_steps_in_a_row_take_what_each_of_them_takes(seed: int) -> None:
             for number in range(count)
         ]
         assert sib.decode_run_s(batch, first, count) == each
+
+
+def test_not_all_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sib_module, "_MOST_REMEMBERED", 4)
+    sib = Sib(load_profile("h200-llama2-7b-tp1", PROFILES))
+    times = [sib.prefill_s(1, [(0, new)]) for new in range(300, 320)]
+    assert len(sib._raw_alone) <= 4
+    assert times == [sib.prefill_s(1, [(0, new)]) for new in range(300, 320)]
 
 
 def test_what_is_remembered_of_a_prompt_ends_with_the_profile() -> None:
