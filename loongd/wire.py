@@ -76,7 +76,7 @@ class Sampling(_Message, frozen=True):
 
 
 class Extend(_Message, frozen=True):
-    """One request's part of a step: new tokens over KV that exists (DESIGN: the extend operation).
+    """One request's part of a step: new tokens over KV that exists.
 
     Args:
         request_id: names the request in results and errors.
