@@ -1,6 +1,6 @@
 """No bubbles: which decode groups get their next step while the present one still runs.
 
-A group whose next step is queued on its workers goes on without a pause (ARCHITECTURE, "A request's life"). The
+A group whose next step is queued on its workers goes on without a pause. The
 drawn tokens stay with the workers; that a request has ended is noticed one step late, and what
 that step draws for it is dropped.
 
