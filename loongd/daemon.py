@@ -184,6 +184,7 @@ class Daemon:
         socket_path = self._runtime_dir / "admin.sock"
         socket_path.unlink(missing_ok=True)
         await web.UnixSite(admin, str(socket_path), shutdown_timeout=1.0).start()
+        stack.callback(socket_path.unlink, missing_ok=True)
         socket_path.chmod(0o600)
         _log.info("API on %s, not ready yet; admin socket %s", manager.node["api"], socket_path)
 

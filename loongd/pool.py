@@ -214,11 +214,16 @@ class WorkerPool:
         path = self._runtime_dir / f"workers-{epoch}.sock"
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
             raise WorkerError(f"runtime_dir {self._runtime_dir} is too long for a socket's path")
-        path.unlink(missing_ok=True)
-        # and the sockets beside it of workers that were killed while they connected
-        for left in (rendezvous, *rendezvous.parent.glob(f"{rendezvous.name}.*")):
-            left.unlink(missing_ok=True)
+        self._tidy()  # a daemon that was killed could not
+        rendezvous.unlink(missing_ok=True)
         return f"ipc://{path}"
+
+    def _tidy(self) -> None:
+        """Remove what pools leave in the runtime directory, which is this daemon's alone: their
+        socket, where workers met, and sockets of workers that died while they connected."""
+        for pattern in ("workers-*.sock", "rendezvous-*"):
+            for left in self._runtime_dir.glob(pattern):
+                left.unlink(missing_ok=True)
 
     async def _spawn(self, start: Start, address: str) -> _Worker:
         instance, tp_rank = start.instance, start.tp_rank
@@ -335,6 +340,7 @@ class WorkerPool:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self._tidy()
         self._inbox = asyncio.Queue()
 
 

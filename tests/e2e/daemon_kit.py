@@ -118,7 +118,8 @@ def wait_ready(server: Server) -> None:
 
 @contextmanager
 def serving(*arguments: str, instances: int = 1) -> Iterator[Server]:
-    """A ready daemon; on leaving it must stop with exit code 0, leaving no process or error."""
+    """A ready daemon; on leaving it must stop with exit code 0, and leave no process, file or
+    error."""
     with tempfile.TemporaryDirectory(prefix="loongd-test-") as name:
         server = launch(Path(name), *arguments, instances=instances)
         try:
@@ -127,6 +128,7 @@ def serving(*arguments: str, instances: int = 1) -> Iterator[Server]:
             yield server
             assert server.stop() == 0, server.log
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+            assert [left.name for left in server.runtime_dir.iterdir()] == ["lock"]
             assert not server.clean or "Traceback" not in server.log, server.log
         finally:
             if server.process.poll() is None:
