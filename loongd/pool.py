@@ -150,7 +150,7 @@ class WorkerPool:
         """
         self._stopping = False
         epoch = starts[0].epoch
-        address = self._fresh_address(epoch, Path(starts[0].rendezvous))
+        address = self._fresh_address(epoch)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -210,18 +210,17 @@ class WorkerPool:
         assert self._socket is not None
         self._socket.send_multipart([_identity(worker.instance, worker.tp_rank), data])
 
-    def _fresh_address(self, epoch: int, rendezvous: Path) -> str:
+    def _fresh_address(self, epoch: int) -> str:
         path = self._runtime_dir / f"workers-{epoch}.sock"
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
             raise WorkerError(f"runtime_dir {self._runtime_dir} is too long for a socket's path")
         self._tidy()  # a daemon that was killed could not
-        rendezvous.unlink(missing_ok=True)
         return f"ipc://{path}"
 
     def _tidy(self) -> None:
         """Remove what pools leave in the runtime directory, which is this daemon's alone: their
         socket, where workers met, and sockets of workers that died while they connected."""
-        for pattern in ("workers-*.sock", "rendezvous-*"):
+        for pattern in ("workers-*.sock", "rendezvous*"):
             for left in self._runtime_dir.glob(pattern):
                 left.unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
 """No bubbles: which decode groups get their next step while the present one still runs.
 
-A group whose next step is queued on its workers goes on without a pause. The
-drawn tokens stay with the workers; that a request has ended is noticed one step late, and what
-that step draws for it is dropped.
+A group whose next step is queued on its workers goes on without a pause. The drawn tokens stay with
+the workers; that a request has ended is noticed one step late, and what that step draws for it is
+dropped.
 
 Knows: when the step after the present one is certain, so that nothing has to be decided.
 Does not know: policies. A group has at most one step queued, so whoever comes meanwhile waits for
