@@ -120,6 +120,7 @@ class Daemon:
             decode_share=config.decode_share,
             # Only the first worker of an instance knows the tokens that it draws.
             queue_ahead=config.queue_ahead and config.tensor_parallel_size == 1,
+            num_layers=model.spec.num_layers,
         )
         metrics = Metrics(model.name)
         manager = GlobalManager(

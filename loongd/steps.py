@@ -97,17 +97,23 @@ def step_message(
             moves=list(plan.moves),
             verify=verify,
         )
-    if isinstance(plan, PrefillPlan):
-        batch, follows = [_prefill(item, live[item.request_id]) for item in plan.items], 0
-    else:
+    if isinstance(plan, DecodePlan):
         follows = plan.follows
-        batch = [_decode(i, live[i.request_id], follows=follows > 0) for i in plan.items]
+        return RunStep(
+            step_id=plan.step_id,
+            epoch=epoch,
+            members=list(plan.members),
+            batch=[_decode(i, live[i.request_id], follows=follows > 0) for i in plan.items],
+            follows=follows,
+        )
+    items = () if plan.resumes else plan.items
     return RunStep(
         step_id=plan.step_id,
         epoch=epoch,
         members=list(plan.members),
-        batch=batch,
-        follows=follows,
+        batch=[_prefill(item, live[item.request_id]) for item in items],
+        until_layer=plan.layers.end if plan.layers is not None and plan.pauses else 0,
+        resumes=plan.resumes,
     )
 
 
@@ -174,9 +180,9 @@ class StepReports:
     def num_new_tokens(self) -> int:
         if isinstance(self.plan, MigratePlan):
             return self.plan.num_tokens
-        return sum(
-            1 if isinstance(item, DecodeItem) else item.num_tokens for item in self.plan.items
-        )
+        if isinstance(self.plan, PrefillPlan):
+            return sum(self.plan.finished_tokens)
+        return len(self.plan.items)
 
 
 def arrival(submission: Submission, now: float) -> Arrived:

@@ -161,6 +161,10 @@ class RunStep(_Message, frozen=True, tag=2):
     `follows` is the decode step that this one goes on from, sent before that one has ended (0:
     none). It has the same members, requests and masters; each request has one new token, the one
     that `follows` draws for it, so `tokens` is empty.
+
+    With `until_layer` the step pauses before that layer (0: it runs to its end) and draws nothing.
+    `resumes` is the paused step whose rest this one runs (0: none), on the same members; `batch`
+    is empty then. A paused step is given up when a segment that it writes is freed.
     """
 
     step_id: int
@@ -168,6 +172,8 @@ class RunStep(_Message, frozen=True, tag=2):
     members: list[int]
     batch: list[Extend]
     follows: int = 0
+    until_layer: int = 0
+    resumes: int = 0
 
 
 class RunMigrate(_Message, frozen=True, tag=7):

@@ -14,7 +14,7 @@ V vocabulary, R tensor-parallel ranks. N, K and V's slices are what this rank ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 
 import torch
@@ -86,6 +86,27 @@ class Llama:
             store: rotates queries and keys in place and stores keys and values, in one; then
                 `attention` must not. For inputs of one chunk.
         """
+        inputs = (tokens_T, positions_T, lengths_T)
+        layers = self.layers(*inputs, attention, rows_B=rows_B, store=store)
+        while True:
+            try:
+                next(layers)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+    def layers(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths_T: Tensor,
+        attention: Attention,
+        *,
+        rows_B: Tensor | None = None,
+        store: Store | None = None,
+    ) -> Generator[int, None, Tensor]:
+        """`forward` layer by layer, to be driven in inference mode: yields the number of layers
+        that are done, after each but the last, and returns what `forward` does. In between, the
+        residual stream and the next layer's queries, keys and values are all that it holds."""
         hidden_TD = embedding(tokens_T, self._weights.embed_VD)
         cos_TH, sin_TH = self._rotary.cos_sin(positions_T, lengths_T)
         angles = (cos_TH.to(self._dtype), sin_TH.to(self._dtype))
@@ -109,6 +130,9 @@ class Llama:
                     turn = store and partial(store, index + 1)
                     self._turn(following, qkv, rows, angles, heads, turn)
                 del qkv  # as long as the input, if that is one chunk
+            del out_TNH
+            if following is not None:
+                yield index + 1
         return hidden_TD
 
     @torch.inference_mode()

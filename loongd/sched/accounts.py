@@ -25,7 +25,7 @@ def account(step: Step, elapsed_s: float, state: State, sib: Sib | None) -> None
                 view.decode_debt_s = max(view.decode_debt_s, owed_s)
             if sib is not None:
                 lengths = [(item.start, item.num_tokens) for item in prefills]
-                sib.observe_prefill(step.plan.dop, lengths, elapsed_s)
+                sib.observe_prefill(step.plan.dop, lengths, elapsed_s / step.plan.share)
         case DecodePlan(items=decodes):
             for view in views:
                 view.decode_debt_s = max(0.0, view.decode_debt_s - elapsed_s)

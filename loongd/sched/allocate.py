@@ -41,7 +41,7 @@ class Allocate:
 
     Attributes:
         unfinished: requests with a part of their prefill to come, in a step or not.
-        pinned: instances that hold their KV.
+        pinned: instances that they need.
         is_quiet: nobody waits or prefills.
     """
 
@@ -55,7 +55,8 @@ class Allocate:
         # What is found of an instance holds for the round.
         self._interruptions: dict[int, float] = {}
         self.unfinished = tuple(view.tally.unfinished.values())
-        self.pinned = {i for r in self.unfinished for i in r.holders}
+        self.pinned = {i for r in self.unfinished for i in r.needed}
+        self._paused = [r.part.members for r in self.unfinished if r.part is not None]
         self.is_quiet = not view.tally.prefilling and next(iter(view.waiting), None) is None
 
     # ---- what an instance is good for ----------------------------------------------------------
@@ -118,6 +119,21 @@ class Allocate:
         )
         return sorted(filter(self.is_open, found), key=lambda i: (-draft.room(i), i))
 
+    def is_beside_part(self, group: Iterable[int]) -> bool:
+        """A chunk of another prompt is paused, or runs in parts, on an instance of the group: its
+        hidden states take a part of the memory for steps there."""
+        return any(not set(members).isdisjoint(group) for members in self._paused)
+
+    def stalled(self, group: Sequence[int]) -> list[int]:
+        """Open instances that have nothing to do while the group runs: the rest of those on which
+        a chunk is paused that needs an instance of the group too. Most room first."""
+        draft, found = self._draft, set[int]()
+        for members in self._paused:
+            if not set(members).isdisjoint(group):
+                found.update(members)
+        open_to = [i for i in found if i not in group and i not in draft.component_of]
+        return sorted(filter(self.is_open, open_to), key=lambda i: (-draft.free[i], i))
+
     def has_other_home(self, num_tokens: int) -> bool:
         """Some instance, busy or not, has room and no unfinished prefill."""
         draft = self._draft
@@ -178,7 +194,7 @@ class Allocate:
         reason = (
             f"move {num_tokens:,} tokens of {plural(len(moved), 'request')} from instance "
             f"{source} to {target}: {cost_s:.3f} s, and the prefill of {request.request_id} "
-            f"({request.left_tokens:,} tokens left) gains {gain_s:.3f} s from instance {source}"
+            f"({request.undone_tokens:,} tokens left) gains {gain_s:.3f} s from instance {source}"
         )
         return Move(StartMigrate(source, target, tuple(moved), reason), (source, target))
 
@@ -200,7 +216,9 @@ class Allocate:
         return cool_s if cool_s > self._view.now else -inf
 
     def _gain_s(self, request: Request, dop: int) -> float:
-        """What one more instance than `dop` saves a prefill."""
+        """What one more instance than `dop` saves a prefill, beyond its present chunk."""
+        if not request.left_tokens:
+            return 0.0
         lengths = [(request.kv_tokens, request.left_tokens)]
         gain_s = self._sib.prefill_s(max(1, dop), lengths)
         return gain_s - self._sib.prefill_s(dop + 1, lengths) if dop else gain_s

@@ -1,12 +1,18 @@
 """How much of a long prefill one step computes, so that others never wait long for their turn.
 
-Knows: the arithmetic of chunks, from the SIB. Does not know: who waits, where anything is.
+Knows: the arithmetic of chunks and their parts, from the SIB. Does not know: who waits, where
+anything is.
 
-A chunk is predicted to take the bound at most. Each one costs the step's fixed time again
-(launches, exchanges, and the host's work around it); where that would be more than
+A step is predicted to take the bound at most. A chunk may take longer, in parts of so many layers:
+between two of them others have their turn as between two chunks, but the group stays and holds the
+chunk's hidden states. Long chunks lose little (few queries over a long prefix are slow, and each
+chunk costs its launches and exchanges again); short ones leave the group free to change. So a chunk
+on all instances may be long where nobody else has come for a while: the next will probably not
+come soon.
+
+Without parts, each chunk costs the step's fixed time again; where that would be more than
 `OVERHEAD_SHARE` of the chunk, the chunk is longer, and others wait so much longer: by the formula a
-prompt loses no more than this share to being cut while nobody else waits. A measured profile knows
-more of what a chunk adds; for that nobody waits longer, since it would gain 1 to 3 % (H200, 7B).
+prompt loses no more than this share to being cut while nobody else waits.
 
 Lengths are rounded to a few sizes, the same for every prompt: GPU libraries plan for each pair of
 lengths (45 to 80 ms with cuDNN, once), and equal parts keep the group's members in step. The last
@@ -15,8 +21,10 @@ chunk takes what is left.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, sqrt
 
+from loongd.sched.plan import Layers
 from loongd.sched.policy import Limits
 from loongd.sched.sib import Coefficients, Sib
 
@@ -31,6 +39,69 @@ is left over goes to kernels that are slower, or pads a piece (`kernels.cudnn.QU
 LEAST_UNMEASURED = 512
 """Tokens of each member in all chunks but the last, until the machine is measured. What is believed
 of it may be wrong by far: if it seems slow, chunks get smaller, which makes it slower still."""
+
+QUIET_SHARE = 0.5
+"""A chunk in parts may take this share of the time for which nobody else has come."""
+BESIDE_SHARE = 4
+"""This fraction of an instance's tokens in a step is left for steps beside a paused chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a chunk may take, and how many new tokens of each instance."""
+
+    time_s: float
+    most_tokens: int
+
+
+def in_one_step(limits: Limits) -> Pace:
+    """For a chunk without parts."""
+    return Pace(limits.max_prefill_wait_s, limits.max_step_tokens)
+
+
+def beside_part(limits: Limits) -> Pace:
+    """For a chunk where another one is paused, which holds memory."""
+    return Pace(limits.max_prefill_wait_s, _beside_tokens(limits))
+
+
+def in_parts(limits: Limits, quiet_s: float) -> Pace:
+    """For a chunk in parts, of which each takes the bound at most, where nobody else waits and no
+    other instance could join; nobody else has come for `quiet_s` seconds."""
+    one, bound_s = in_one_step(limits), limits.max_prefill_wait_s
+    most = limits.max_step_tokens - _beside_tokens(limits)
+    if limits.num_layers == 1 or most <= 0:
+        return one
+    time_s = min(QUIET_SHARE * quiet_s, limits.num_layers * (bound_s - HOST_S))
+    return Pace(time_s, most) if time_s > bound_s else one
+
+
+def _beside_tokens(limits: Limits) -> int:
+    share = -(-limits.max_step_tokens // BESIDE_SHARE)
+    return max(share, limits.max_num_batched_tokens)
+
+
+def first_layers(step_s: float, limits: Limits) -> Layers | None:
+    """The first part of a chunk that takes so long; None when that is within the bound, or the
+    model's layers are not known."""
+    num_parts = parts_of(step_s, limits)
+    if num_parts == 1:
+        return None
+    return Layers(0, ceil(limits.num_layers / num_parts), limits.num_layers)
+
+
+def next_layers(before: Layers) -> Layers:
+    """The part of a chunk behind that one: as many layers, or what is left."""
+    end = min(before.end + before.end - before.first, before.total)
+    return Layers(before.end, end, before.total)
+
+
+def parts_of(step_s: float, limits: Limits) -> int:
+    """Of a chunk that takes so long."""
+    bound_s = limits.max_prefill_wait_s
+    if step_s <= bound_s or limits.num_layers == 1:
+        return 1
+    layers = int(limits.num_layers * bound_s / step_s)
+    return ceil(limits.num_layers / max(1, layers))
 
 
 def overhead_s(coefficients: Coefficients) -> float:
@@ -96,10 +167,10 @@ def _step(each: int, dop: int) -> int:
     return step if each < 2 * piece else max(step, piece)
 
 
-def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> int:
+def next_chunk(sib: Sib, dop: int, *, cached: int, left: int, pace: Pace) -> int:
     """New tokens of the next chunk of a prefill that has `left` tokens to go."""
-    coefficients, bound_s = sib.prefill_coefficients(dop), limits.max_prefill_wait_s
-    most = limits.max_step_tokens * dop
+    coefficients, bound_s = sib.prefill_coefficients(dop), pace.time_s
+    most = pace.most_tokens * dop
 
     def step_s(size: int) -> float:
         return sib.prefill_s(dop, [(cached, size)])
@@ -128,15 +199,15 @@ def fit_chunk(most: int, dop: int, *, left: int) -> int:
     return left if left <= most else aligned_down(most, dop)
 
 
-def left_s(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> float:
+def left_s(sib: Sib, dop: int, *, cached: int, left: int, pace: Pace) -> float:
     """Predicted seconds until a prefill is done on `dop` instances alone, in chunks.
 
     Counts them as if all were as one half way: they get smaller as much as later ones take longer.
     """
     once_s = sib.prefill_s(dop, [(cached, left)])
-    if next_chunk(sib, dop, cached=cached, left=left, limits=limits) == left:
+    if next_chunk(sib, dop, cached=cached, left=left, pace=pace) == left:
         return once_s
     middle = cached + left // 2
-    size = next_chunk(sib, dop, cached=middle, left=left, limits=limits)
+    size = next_chunk(sib, dop, cached=middle, left=left, pace=pace)
     more_s = added_s(sib, dop, cached=middle, size=size)
     return once_s + more_s * (max(ceil(left / size), 2) - 1)

@@ -234,7 +234,7 @@ class Dispatch:
         time_s = self._alone_s(request.num_tokens)
         if self._view.now >= self._urgent_s(request, time_s):
             return (0, 0.0, request.order)
-        cached, left = request.kv_tokens, request.left_tokens
+        cached, left = request.done_tokens, request.undone_tokens
         left_s = time_s if cached == 0 else self._costs.alone_s(cached, left)
         return (1, left_s * left, request.order)
 

@@ -16,10 +16,21 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from loongd.sched.allocate import Allocate
-from loongd.sched.chunks import left_s, next_chunk
+from loongd.sched.chunks import (
+    Pace,
+    beside_part,
+    first_layers,
+    in_one_step,
+    in_parts,
+    left_s,
+    next_chunk,
+    next_layers,
+    parts_of,
+)
 from loongd.sched.dispatch import Dispatch
 from loongd.sched.draft import Draft
-from loongd.sched.policy import Hold, Placed, StartMigrate, StartPrefill, View
+from loongd.sched.plan import PrefillPlan
+from loongd.sched.policy import Hold, Placed, StartMigrate, StartPart, StartPrefill, View
 from loongd.sched.prefilling import (
     describe_kept,
     describe_part,
@@ -33,7 +44,7 @@ from loongd.sched.words import name_instances, plural
 
 
 class ElasticPrefill:
-    """One round: fills `started` and `migrations`, and holds instances in the draft.
+    """One round: fills `started`, `parts` and `migrations`, and holds instances in the draft.
 
     Attributes:
         starved: an unfinished prefill for which the whole pool has no free slot.
@@ -43,6 +54,7 @@ class ElasticPrefill:
         self, view: View, draft: Draft, sib: Sib, *, dispatch: Dispatch, allocate: Allocate
     ) -> None:
         self.started: list[StartPrefill] = []
+        self.parts: list[StartPart] = []
         self.migrations: list[StartMigrate] = []
         self.starved: Request | None = None
         self._view = view
@@ -145,7 +157,9 @@ class ElasticPrefill:
             open_to += self._allocate.between_chunks()
         open_to = [i for i in open_to if self._draft.free[i] > 0]
         if open_to:
-            self.start(first, [open_to[0]], [], self._describe_interruption(open_to[0]))
+            group = open_to[:1]
+            candidates = self._allocate.stalled(group)
+            self.start(first, group, candidates, self._describe_interruption(open_to[0]))
 
     # ---- prefills that go on -------------------------------------------------------------------
 
@@ -177,7 +191,7 @@ class ElasticPrefill:
     def _next_dop(self) -> int:
         """Instances that the best unfinished prefill has, or may have for its next chunk."""
         best = self._unfinished[0]
-        group = set(best.holders) | set(self._allocate.empty())
+        group = set(best.needed) | set(self._allocate.empty())
         if best.step_id is not None and best.master is not None:
             step = self._view.instances[best.master].step
             group |= set(step.members) if step is not None else set()
@@ -198,6 +212,9 @@ class ElasticPrefill:
 
     def _go_on(self, request: Request) -> None:
         draft, allocate = self._draft, self._allocate
+        if request.part is not None:
+            self._go_on_with(request, request.part)
+            return
         is_paid = all(map(allocate.is_paid, request.holders))
         if not is_paid and max(draft.free.values()) > 0:
             return
@@ -205,19 +222,43 @@ class ElasticPrefill:
         if keepers is None:
             self.starved = self.starved or request
             return
-        if not draft.held.isdisjoint(keepers) or not all(map(allocate.is_paid, keepers)):
-            return
-        idle = draft.idle.intersection(keepers)
-        if not all(map(draft.is_prefills_turn, idle)):
-            return
-        if len(idle) < len(keepers):
-            draft.held |= set(keepers)
+        if not self._are_free(keepers):
             return
         group = list(keepers)
-        others = [i for i in allocate.empty() if i not in group]
+        others = [i for i in allocate.empty() if i not in group] + allocate.stalled(group)
         allocate.extend(group, request.kv_tokens, request.left_tokens, others)
         keepers = fit_keepers(draft, request, keepers, group)
         self._start(request, keepers=keepers, group=group)
+
+    def _are_free(self, instances: Sequence[int]) -> bool:
+        """A prefill may start on all of them; they are held for it where only some are busy."""
+        draft, allocate = self._draft, self._allocate
+        if not draft.held.isdisjoint(instances) or not all(map(allocate.is_paid, instances)):
+            return False
+        idle = draft.idle.intersection(instances)
+        if not all(map(draft.is_prefills_turn, idle)):
+            return False
+        if len(idle) < len(instances):
+            draft.held |= set(instances)
+            return False
+        return True
+
+    def _go_on_with(self, request: Request, before: PrefillPlan) -> None:
+        """The next part of its chunk, on the same instances."""
+        assert before.layers is not None, request
+        if not self._are_free(before.members):
+            return
+        self._draft.idle -= set(before.members)
+        self._draft.started.add(request.request_id)
+        layers, (item,) = next_layers(before.layers), before.items
+        chunk_s = self._sib.prefill_s(before.dop, [(item.start, item.num_tokens)])
+        part_s = chunk_s * layers.share
+        reason = (
+            f"layers {layers.first} to {layers.end} of {layers.total} for tokens {item.start:,} to "
+            f"{item.start + item.num_tokens:,} of {request.request_id} on "
+            f"{name_instances(before.members)}, predicted {part_s:.3f} s of {chunk_s:.3f} s"
+        )
+        self.parts.append(StartPart(request, layers, reason))
 
     def _keepers(self, request: Request) -> list[int] | None:
         """Its holders, and others while they lack room for the next chunk."""
@@ -227,7 +268,7 @@ class ElasticPrefill:
             len(request.holders),
             cached=request.kv_tokens,
             left=request.left_tokens,
-            limits=self._view.limits,
+            pace=self._pace(request, request.holders),
         )
         return find_keepers(
             draft,
@@ -242,34 +283,50 @@ class ElasticPrefill:
         self, request: Request, *, keepers: Sequence[int], group: Sequence[int], why: str = ""
     ) -> None:
         dop, cached, left = len(group), request.kv_tokens, request.left_tokens
-        most = next_chunk(self._sib, dop, cached=cached, left=left, limits=self._view.limits)
+        pace = self._pace(request, group)
+        most = next_chunk(self._sib, dop, cached=cached, left=left, pace=pace)
         placed = put_chunk(self._draft, request, keepers, dop=dop, most=most)
         self._draft.idle -= set(group)
         members = tuple(sorted(group))
-        reason = self._explain(placed, members, cached=cached, left=left) + why
-        self.started.append(StartPrefill(members, (placed,), reason))
+        step_s = self._sib.prefill_s(dop, [(cached, placed.num_tokens)])
+        layers = None
+        if pace.time_s > self._view.limits.max_prefill_wait_s:
+            layers = first_layers(step_s, self._view.limits)
+        reason = self._explain(placed, members, pace, cached=cached, left=left) + why
+        self.started.append(StartPrefill(members, (placed,), reason, layers))
 
-    def _explain(self, placed: Placed, members: tuple[int, ...], *, cached: int, left: int) -> str:
+    def _pace(self, request: Request, group: Sequence[int]) -> Pace:
+        """How long its next chunk on this group may take."""
+        view, unfinished, first = self._view, self._unfinished, self._first
+        if self._allocate.is_beside_part(group):
+            return beside_part(view.limits)
+        is_only = all(r is request for r in unfinished) and (first is None or first is request)
+        if not is_only or len(group) < len(self._draft.free):
+            return in_one_step(view.limits)
+        return in_parts(view.limits, view.quiet_s(request.order))
+
+    def _explain(
+        self, placed: Placed, members: tuple[int, ...], pace: Pace, *, cached: int, left: int
+    ) -> str:
         request, num_tokens, dop = placed.request, placed.num_tokens, len(members)
         what = f"prefill {describe_part(placed)}"
         step_s = self._sib.prefill_s(dop, [(cached, num_tokens)])
         where = f"of {request.request_id} on {name_instances(members)} (DoP {dop})"
         kept = describe_kept([placed])
-        all_s = self._left_s(dop, cached=cached, left=left)
+        all_s = left_s(self._sib, dop, cached=cached, left=left, pace=pace)
         fewer = ""
         if dop > 1:
-            fewer_s = self._left_s(dop - 1, cached=cached, left=left)
+            fewer_s = left_s(self._sib, dop - 1, cached=cached, left=left, pace=pace)
             slots = ", had it the slots" if fewer_s < all_s else ""
             fewer = f" ({fewer_s:.3f} s with one instance less{slots})"
-        if num_tokens == left and not cached:
+        num_parts = parts_of(step_s, self._view.limits) if pace.time_s > step_s else 1
+        if num_tokens == left and not cached and num_parts == 1:
             return f"{what} {where}, predicted {step_s:.3f} s{fewer}; {kept}"
+        in_parts = f" in {num_parts} parts" if num_parts > 1 else ""
         return (
-            f"{what} {where}, predicted {step_s:.3f} s of {all_s:.3f} s left{fewer}, so that "
-            f"others get in between; {kept}"
+            f"{what} {where}, predicted {step_s:.3f} s{in_parts} of {all_s:.3f} s left{fewer}, so "
+            f"that others get in between; {kept}"
         )
-
-    def _left_s(self, dop: int, *, cached: int, left: int) -> float:
-        return left_s(self._sib, dop, cached=cached, left=left, limits=self._view.limits)
 
     def _describe_wait(self, request: Request) -> str:
         """How long it has waited, if at all, and since when it may not be passed any more."""

@@ -102,7 +102,7 @@ class Outlook:
         until_s = inf
         for request in allocate.unfinished:
             if request.between_chunks:
-                until_s = min(until_s, max(map(allocate.paid_s, request.holders)))
+                until_s = min(until_s, max(map(allocate.paid_s, request.needed)))
             urgent_s = dispatch.urgent_s(request)
             if urgent_s > now:
                 until_s = min(until_s, urgent_s)

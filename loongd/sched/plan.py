@@ -31,6 +31,24 @@ class PrefillItem(msgspec.Struct, frozen=True, gc=False):
     samples: bool = True
 
 
+class Layers(msgspec.Struct, frozen=True, gc=False):
+    """The layers that one part of a chunk runs, `first` up to `end`, of `total`."""
+
+    first: int
+    end: int
+    total: int
+
+    @property
+    def pauses(self) -> bool:
+        """Some are left."""
+        return self.end < self.total
+
+    @property
+    def share(self) -> float:
+        """Of the chunk's work."""
+        return (self.end - self.first) / self.total
+
+
 class DecodeItem(msgspec.Struct, frozen=True, gc=False):
     """The newest token of one request: `master` computes it and keeps its KV in `segment`.
 
@@ -49,15 +67,36 @@ class DecodeItem(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One prefill step of a group; `members` in ring order, dop = len(members)."""
+    """One prefill step of a group; `members` in ring order, dop = len(members).
+
+    With `layers` it is a part of a chunk, which takes several steps to pass through all of them;
+    `resumes` is the part before it, on the same members; 0 for the first.
+    """
 
     step_id: int
     members: tuple[int, ...]
     items: tuple[PrefillItem, ...]
+    layers: Layers | None = None
+    resumes: int = 0
 
     @property
     def dop(self) -> int:
         return len(self.members)
+
+    @property
+    def pauses(self) -> bool:
+        """It ends before the last layer: nothing is drawn, and the rest is to come."""
+        return self.layers is not None and self.layers.pauses
+
+    @property
+    def finished_tokens(self) -> list[int]:
+        """Tokens of each item that have passed through all layers when it ends."""
+        return [0 if self.pauses else item.num_tokens for item in self.items]
+
+    @property
+    def share(self) -> float:
+        """The share of its chunk's work that it does."""
+        return 1.0 if self.layers is None else self.layers.share
 
 
 @dataclass(frozen=True, slots=True)

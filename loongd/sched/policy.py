@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from loongd.sched.instance import InstanceView
-from loongd.sched.plan import DecodePlan
+from loongd.sched.plan import DecodePlan, Layers
 from loongd.sched.request import Request
 from loongd.sched.tally import Tally
 
@@ -30,7 +30,8 @@ class Limits:
     `decode_share` is seconds of decode for each second of a prefill on the same instance.
     `max_step_tokens` is of each instance: its memory for a step's work is made for so many new
     tokens, so `max_num_batched_tokens` must not be above it. `queue_ahead` needs workers that
-    can take a step before the one before it has ended.
+    can take a step before the one before it has ended. `num_layers` are the model's, between which
+    a chunk may pause; with 1 none does.
     """
 
     max_num_seqs: int = 256
@@ -42,6 +43,7 @@ class Limits:
     max_passes: int = 1000
     decode_share: float = 0.5
     queue_ahead: bool = False
+    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class View(msgspec.Struct, frozen=True):
         now: seconds of the events' clock.
         avg_decode_s: mean time that finished requests spent in decode; None before the first.
         tokens_on: tokens of a running request whose KV is on an instance.
+        arrivals: numbers and times of the last two.
     """
 
     limits: Limits
@@ -81,6 +84,13 @@ class View(msgspec.Struct, frozen=True):
     avg_decode_s: float | None = None
     tokens_on: Callable[[Request, int], int] = lambda _request, _instance: 0
     shorter: Callable[[int], Iterable[Request]] = lambda _most_tokens: ()
+    arrivals: tuple[tuple[int, float], ...] = ()
+
+    def quiet_s(self, order: int) -> float:
+        """Seconds since anybody but the request of this arrival number has come; infinity when
+        nobody has."""
+        others = [arrived_s for number, arrived_s in self.arrivals if number != order]
+        return self.now - max(others, default=-inf)
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -105,8 +115,19 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class StartPrefill(msgspec.Struct, frozen=True):
+    """A prefill step; with `layers` the first part of a chunk, which is of one request then."""
+
     members: tuple[int, ...]
     items: tuple[Placed, ...]
+    reason: str
+    layers: Layers | None = None
+
+
+class StartPart(msgspec.Struct, frozen=True):
+    """The next part of the chunk that `request` has paused in."""
+
+    request: Request
+    layers: Layers
     reason: str
 
 
@@ -149,7 +170,8 @@ class Decisions(msgspec.Struct, frozen=True):
     """All that starts now, and what is waited for; after a preemption the policy is asked again.
 
     `wanted` pairs requests left out of a decode step with the busy instance whose free slot they
-    wait for, None when the pool is full. Migrations start before prefills, these before decodes.
+    wait for, None when the pool is full. Migrations start before prefills, these before `parts` of
+    chunks that have begun, and these before decodes.
     """
 
     prefills: tuple[StartPrefill, ...] = ()
@@ -159,6 +181,7 @@ class Decisions(msgspec.Struct, frozen=True):
     hold: Hold | None = None
     wanted: tuple[tuple[Request, int | None], ...] = ()
     migrations: tuple[StartMigrate, ...] = ()
+    parts: tuple[StartPart, ...] = ()
 
 
 class Settled(msgspec.Struct, frozen=True, gc=False):

@@ -14,7 +14,7 @@ from itertools import islice
 from msgspec import structs
 
 from loongd.sched.admission import never_fits
-from loongd.sched.chunks import left_s
+from loongd.sched.chunks import in_one_step, in_parts, left_s
 from loongd.sched.draft import Draft
 from loongd.sched.instance import Step
 from loongd.sched.plan import DecodePlan, PrefillPlan
@@ -169,9 +169,9 @@ class _Queue:
     def ahead(self, sib: Sib) -> tuple[float, int]:
         """Prefill seconds on one instance, and number, of the requests that go first."""
         unfinished = islice(self._view.tally.unfinished.values(), MAX_DEPTH)
-        started = [other for other in unfinished if other.left_tokens <= self._most]
+        started = [other for other in unfinished if other.undone_tokens <= self._most]
         started_s, before_s = (
-            sum(sib.prefill_s(1, [(other.kv_tokens, other.left_tokens)]) for other in requests)
+            sum(sib.prefill_s(1, [(other.done_tokens, other.undone_tokens)]) for other in requests)
             for requests in (started, self._before)
         )
         num_before = len(self._before) + self._num_more(self._before)
@@ -194,7 +194,10 @@ class _Queue:
 
 
 def _alone_s(sib: Sib, view: View, dop: int, num_tokens: int) -> float:
-    return left_s(sib, dop, cached=0, left=num_tokens, limits=view.limits)
+    pace = in_one_step(view.limits)
+    if dop == len(view.free):
+        pace = in_parts(view.limits, view.quiet_s(LAST_ORDER))
+    return left_s(sib, dop, cached=0, left=num_tokens, pace=pace)
 
 
 def _left_of(sib: Sib, step: Step, now: float) -> float:
@@ -202,7 +205,7 @@ def _left_of(sib: Sib, step: Step, now: float) -> float:
     match step.plan:
         case PrefillPlan(items=prefills):
             lengths = [(item.start, item.num_tokens) for item in prefills]
-            time_s = sib.prefill_s(step.plan.dop, lengths)
+            time_s = sib.prefill_s(step.plan.dop, lengths) * step.plan.share
         case DecodePlan(items=decodes):
             time_s = sib.decode_s(
                 dop=step.plan.dop,

@@ -13,6 +13,8 @@ from enum import Enum
 from math import inf
 from types import MappingProxyType
 
+from loongd.sched.plan import PrefillPlan
+
 
 class Phase(Enum):
     """Where a request is in its life."""
@@ -49,6 +51,8 @@ class Request:
         master: the instance that kept its newest token, or will keep the next one.
         wanted: a busy instance whose free slot the next token waits for.
         step_id: the step that it takes part in now.
+        part: of a chunk that runs in parts, the last one that was started, unless that ends the
+            chunk.
         last_step_id: the step that it was put into last; 0 before the first.
         run_order: grows from one request that begins to run to the next; 0 before.
         limit_tokens: the most tokens that the request may ever have.
@@ -82,6 +86,7 @@ class Request:
     master: int | None = None
     wanted: int | None = None
     step_id: int | None = None
+    part: PrefillPlan | None = None
     last_step_id: int = 0
     run_order: int = 0
     broken: str = ""
@@ -121,6 +126,34 @@ class Request:
         return 0 if self.phase is Phase.DECODE else self.num_tokens - self.kv_tokens
 
     @property
+    def is_unfinished(self) -> bool:
+        """A part of its prefill is yet to be started."""
+        return self.left_tokens > 0 or self.part is not None
+
+    @property
+    def done_tokens(self) -> int:
+        """Tokens of its prefill that are computed, or are by the step that it is in: those of a
+        chunk in parts by the share of its layers."""
+        part = self.part
+        if part is None or part.layers is None:
+            return self.kv_tokens
+        chunk = sum(item.num_tokens for item in part.items)
+        return self.kv_tokens - chunk + chunk * part.layers.end // part.layers.total
+
+    @property
+    def undone_tokens(self) -> int:
+        """The others of its prefill."""
+        return 0 if self.phase is Phase.DECODE else self.num_tokens - self.done_tokens
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Instances that its next step cannot do without: those with its KV, and of a chunk in
+        parts all of its group."""
+        if self.part is None:
+            return self.holders
+        return tuple(sorted({*self.holders, *self.part.members}))
+
+    @property
     def between_chunks(self) -> bool:
         """A part of its prefill is done and the rest may start."""
         return self.phase is Phase.PREFILL and self.step_id is None
@@ -143,7 +176,7 @@ class Request:
     def forget_kv(self) -> tuple[int, ...]:
         """Drop all KV; the ids of the segments to free."""
         segments, self.segments = self.segments, ()
-        self.open_segment = self.master = self.wanted = self.step_id = None
+        self.open_segment = self.master = self.wanted = self.step_id = self.part = None
         self.holders = ()
         self.kv_tokens = self.num_migrating = 0
         self.broken = ""

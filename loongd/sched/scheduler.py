@@ -6,7 +6,6 @@ policy), the clock, workers, token ids of prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import repeat
 
 from loongd.sched.accounts import account
@@ -29,7 +28,7 @@ from loongd.sched.events import (
     Tick,
 )
 from loongd.sched.instance import InstanceView, Step
-from loongd.sched.plan import DecodePlan, MigratePlan, PrefillItem, PrefillPlan
+from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 from loongd.sched.policy import Decisions, Limits, Policy, Preempt
 from loongd.sched.predict import Prediction, predict
 from loongd.sched.request import Phase, Request
@@ -144,8 +143,9 @@ class Scheduler:
             needs_history=event.needs_history,
             arrived_s=event.now,
         )
-        known = (state.find(request.request_id), state.ending.get(request.request_id))
-        assert known == (None, None), f"{request.request_id} exists already"
+        state.arrivals = (*state.arrivals[-1:], (request.order, event.now))
+        known = state.find(request.request_id) or state.ending.get(request.request_id)
+        assert known is None, f"{request.request_id} exists already"
         text = (
             f"{request.request_id} arrived: {request.prompt_tokens:,} prompt tokens, up to "
             f"{request.max_tokens:,} more ({request.reserve_tokens:,} reserved); "
@@ -170,22 +170,22 @@ class Scheduler:
             return
         account(step, event.elapsed_s, self._state, self._sib)
         match step.plan:
-            case PrefillPlan(items=items):
-                self._on_prefilled(step, items, event)
+            case PrefillPlan():
+                self._on_prefilled(step, step.plan, event)
             case DecodePlan():
                 self._on_decoded(step, event)
             case MigratePlan():
                 self._on_migrated(step, step.plan, event)
 
-    def _on_prefilled(self, step: Step, items: Sequence[PrefillItem], event: StepDone) -> None:
-        tokens, state = dict(event.tokens), self._state
-        state.stories.steps_done(step.requests, [i.num_tokens for i in items], event.elapsed_s)
-        for request, item in zip(step.requests, items, strict=True):
+    def _on_prefilled(self, step: Step, plan: PrefillPlan, event: StepDone) -> None:
+        tokens, state, counts = dict(event.tokens), self._state, plan.finished_tokens
+        state.stories.steps_done(step.requests, counts, event.elapsed_s)
+        for request, item, count in zip(step.requests, plan.items, counts, strict=True):
             if request.phase is Phase.ENDED:
                 self._release(request)
                 continue
-            state.totals.num_prefill_tokens += item.num_tokens
-            if item.samples:
+            state.totals.num_prefill_tokens += count
+            if item.samples and not plan.pauses:
                 self._on_drawn(request, tokens.get(request.request_id), event.now)
 
     def _on_decoded(self, step: Step, event: StepDone) -> None:
@@ -283,7 +283,7 @@ class Scheduler:
                 request.num_losses += 1
         why = f"instance {event.instance} was lost ({event.message})"
         for request in [*state.running.values(), *state.ending.values()]:
-            if request in in_step or event.instance in request.holders:
+            if request in in_step or event.instance in request.needed:
                 if request.step_id is None:
                     self._on_kv_lost(request, why, event.now)
                 else:
@@ -358,8 +358,8 @@ class Scheduler:
         self._state.stories.add(request.request_id, entry)
 
     def _free(self, request: Request, reason: str) -> None:
+        holders = set(request.needed)
         segments = request.forget_kv()
-        holders: set[int] = set()
         for segment in segments:
             holders.update(self._state.pool.free_segment(segment))
         alive = tuple(i for i in sorted(holders) if self._state.instances[i].alive)
@@ -391,6 +391,7 @@ class Scheduler:
             self._fail(give_up.request, give_up.message, code=code, status=400, now=now)
         self._actions.extend(self._starter.migrate(start, now) for start in decisions.migrations)
         self._actions.extend(self._starter.prefill(start, now) for start in decisions.prefills)
+        self._actions.extend(self._starter.go_on(start, now) for start in decisions.parts)
         self._actions.extend(self._starter.decode(start, now) for start in decisions.decodes)
 
     def _preempt(self, preempt: Preempt, now: float) -> None:

@@ -12,6 +12,7 @@ answers back in decode.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -28,6 +29,15 @@ from loongd.sched.sib_profile import (
 
 _MAX_TOKENS = 1 << 20
 """A formula has no measured range; this is where anybody should doubt it."""
+
+
+_LAYERS = re.compile(r"L(\d+)-")
+
+
+def layers_of(shape: str) -> int:
+    """Layers of a model with this shape in words (`ModelFacts.key`); 1 where these are others."""
+    found = _LAYERS.match(shape)
+    return int(found[1]) if found else 1
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from loongd.sched.events import Migrate, RunDecode, RunPrefill
 from loongd.sched.instance import Step
 from loongd.sched.plan import DecodeItem, DecodePlan, MigratePlan, PrefillItem, PrefillPlan
-from loongd.sched.policy import Placed, StartDecode, StartMigrate, StartPrefill
+from loongd.sched.policy import Placed, StartDecode, StartMigrate, StartPart, StartPrefill
 from loongd.sched.request import Phase, Request
 from loongd.sched.sib import Sib
 from loongd.sched.state import State
@@ -34,13 +34,8 @@ class Starter:
         state = self._state
         step_id = self.next_step()
         items = tuple(self._place(placed, start.members, step_id) for placed in start.items)
-        plan = PrefillPlan(step_id, start.members, items)
-        self._begin(Step(plan, tuple(placed.request for placed in start.items), now))
-        for instance in start.members:
-            view = state.instances[instance]
-            view.owes_decode = True
-            view.chunk_turn = all(item.start == 0 and item.samples for item in items)
-        state.totals.num_prefill_steps += 1
+        plan = PrefillPlan(step_id, start.members, items, start.layers)
+        self._begin_prefill(plan, tuple(placed.request for placed in start.items), now)
         keepers = {i for item in items for i, _ in item.keep}
         state.totals.num_scale_downs += len(keepers) < len(start.members)
         for item in items:
@@ -52,6 +47,34 @@ class Starter:
             else:
                 state.stories.add(item.request_id, entry)
         return RunPrefill(plan, start.reason)
+
+    def go_on(self, start: StartPart, now: float) -> RunPrefill:
+        """Put the members of a chunk to work on its next layers."""
+        request, before = start.request, start.request.part
+        assert before is not None, request
+        assert before.layers is not None, request
+        assert request.step_id is None, request
+        assert before.layers.end == start.layers.first < start.layers.end, request
+        step_id = request.step_id = request.last_step_id = self.next_step()
+        members, items = before.members, before.items
+        plan = PrefillPlan(step_id, members, items, start.layers, before.step_id)
+        self._begin_prefill(plan, (request,), now)
+        entry = StoryEntry(now, "prefill", start.reason, group=members)
+        self._state.stories.begin_chunk(request.request_id, entry)
+        return RunPrefill(plan, start.reason)
+
+    def _begin_prefill(self, plan: PrefillPlan, requests: tuple[Request, ...], now: float) -> None:
+        state = self._state
+        self._begin(Step(plan, requests, now))
+        is_whole = plan.layers is None and all(i.start == 0 and i.samples for i in plan.items)
+        for instance in plan.members:
+            view = state.instances[instance]
+            view.owes_decode = True
+            view.chunk_turn = is_whole
+        state.totals.num_prefill_steps += 1
+        for request in requests:
+            request.part = plan if plan.pauses else None
+            state.tally.touch(request)
 
     def migrate(self, start: StartMigrate, now: float) -> Migrate:
         """Charge the target for what the source keeps until the move is done."""

@@ -49,6 +49,7 @@ class State:
         ending: ended requests whose step, or its follow-up, still runs: their slots are used.
         steps: steps in flight by id; a queued one is in the step that it follows.
         hold: what the policy holds for the head of the queue.
+        arrivals: numbers and times of the last two arrivals.
         known_slots: slots of all instances, lost ones included: they are expected back.
     """
 
@@ -62,6 +63,7 @@ class State:
         self.ending: dict[str, Request] = {}
         self.steps: dict[int, Step] = {}
         self.hold: Hold | None = None
+        self.arrivals: tuple[tuple[int, float], ...] = ()
         self.draining = False
         self.stories = StoryBook()
         self.totals = Totals()
@@ -98,6 +100,7 @@ class State:
             now=now,
             avg_decode_s=totals.decode_s / totals.num_decoded if totals.num_decoded else None,
             tokens_on=self._tokens_on,
+            arrivals=self.arrivals,
         )
 
     def _tokens_on(self, request: Request, instance: int) -> int:
@@ -153,7 +156,8 @@ class State:
             assert request.num_tokens == request.prompt_tokens + request.num_generated, request
             assert request.committed_tokens == max(reach, request.num_tokens + 1), request
             assert request.growth_tokens == max(0, reach - request.num_tokens), request
-            assert not request.between_chunks or request.left_tokens, request
+            assert not request.between_chunks or request.is_unfinished, request
+            assert request.part is None or request.phase is Phase.PREFILL, request
             if request.phase is Phase.DECODE and not request.broken:
                 assert request.kv_tokens == request.num_tokens - 1 + self._grown(request), request
             assert request.wanted is None or self.instances[request.wanted].alive, request
@@ -194,6 +198,7 @@ class State:
         for step in self.steps.values():
             for request in step.requests:
                 assert request.step_id == step.step_id, request
+                assert request.part is None or request.part is step.plan, request
                 migrates = isinstance(step.plan, MigratePlan)
                 assert migrates or set(request.holders) <= set(step.members), request
             if step.follow is not None:

@@ -123,7 +123,7 @@ class Tally:
     def _add_prefill(self, request: Request) -> None:
         request_id, left = request.request_id, request.left_tokens
         self.prefilling[request_id] = request
-        if left:
+        if request.is_unfinished:
             self.unfinished[request_id] = request
         share = self._prefills[request_id] = _Share(request.committed_tokens)
         if request.master is not None:
@@ -198,7 +198,7 @@ class Tally:
         self.settle(instances)
         prefilling = {i: r for i, r in running.items() if r.phase is Phase.PREFILL}
         assert self.prefilling == prefilling, "requests in prefill differ"
-        assert self.unfinished == {i: r for i, r in prefilling.items() if r.left_tokens}
+        assert self.unfinished == {i: r for i, r in prefilling.items() if r.is_unfinished}
         committed = sum(r.committed_tokens for r in running.values())
         assert self.committed == committed, f"committed {self.committed}, counted {committed}"
         reserved = dict.fromkeys(self.reserved, 0)

@@ -231,10 +231,11 @@ class Simulation:
 
     def _prefill(self, plan: PrefillPlan, reason: str) -> None:
         items = plan.items
-        duration_s = self._costs.prefill_s(
+        duration_s = plan.share * self._costs.prefill_s(
             len(plan.members), [(item.start, item.num_tokens) for item in items]
         )
-        outcomes = [self._outcomes[item.request_id] for item in items if item.samples]
+        drawing = () if plan.pauses else [item for item in items if item.samples]
+        outcomes = [self._outcomes[item.request_id] for item in drawing]
         self._start(plan, "prefill", duration_s, _draw(outcomes))
         if self._options.record_steps:
             self._record(plan, "prefill", [(i.request_id, i.num_tokens) for i in items], reason)

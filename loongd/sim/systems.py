@@ -16,6 +16,7 @@ from loongd.sched.policies.static import FixedGroups
 from loongd.sched.policy import Limits, Policy
 from loongd.sched.scheduler import Scheduler
 from loongd.sched.sib import Profile, Sib, parse_profile
+from loongd.sched.sib_default import layers_of
 from loongd.sim.engine import Options, Simulation
 from loongd.sim.outcome import Run
 from loongd.sim.trace import TracedRequest
@@ -40,7 +41,8 @@ class System:
 
     def run(self, trace: Sequence[TracedRequest], options: Options) -> Run:
         """Run a trace on a fresh scheduler; executor and policy each have a SIB of their own."""
-        scheduler = Scheduler(choose_policy(self.policy, Sib(self.profile)), self.limits)
+        limits = replace(self.limits, num_layers=layers_of(self.profile.shape))
+        scheduler = Scheduler(choose_policy(self.policy, Sib(self.profile)), limits)
         simulation = Simulation(scheduler, Sib(self.profile), options)
         return simulation.run(trace, [self.slots] * self.num_instances)
 

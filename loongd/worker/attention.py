@@ -169,6 +169,11 @@ class EspAttention:
         self._pulse.layers += 1
         return state.result()
 
+    def settle(self) -> None:
+        """Wait for what is on its way to the next layer; collective, like a layer."""
+        if self._coming is not None:
+            self._coming.pending.wait()
+
     # ---- new x new -----------------------------------------------------------------------------
 
     def _ring(

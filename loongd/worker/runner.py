@@ -38,6 +38,7 @@ from loongd.worker.memory import StepBytes, device_name, make_pool, pool_tokens
 from loongd.worker.migrate import migrate
 from loongd.worker.numerics import Numerics
 from loongd.worker.parts import Parts
+from loongd.worker.paused import LayerRun, PausedSteps
 from loongd.worker.prefill_graphs import PrefillParts
 from loongd.worker.prefiller import Prefiller
 from loongd.worker.rehearsal import rehearse
@@ -65,6 +66,7 @@ class Runner:
         self._instance = instance
         self._pulse = pulse
         self._last = LastDraw()
+        self._paused = PausedSteps()
         self._decoder = decoder
         self._prefiller = prefiller
         self._room = Room(parts.step_bytes, parts.transport, parts.tensor_parallel, parts.device)
@@ -167,13 +169,15 @@ class Runner:
         )
 
     def free(self, segments: list[int]) -> None:
-        """Forget segments."""
+        """Forget segments, and paused steps that write any of them."""
+        self._paused.forget(segments)
         self.parts.kv.free(segments)
         if self._decoder is not None:
             self._decoder.forget(segments)
 
     def keep(self, segments: list[int]) -> None:
-        """Forget all segments but these."""
+        """Forget all segments but these, and paused steps that write others."""
+        self._paused.keep(segments)
         self.parts.kv.keep(segments)
 
     @torch.inference_mode()
@@ -209,6 +213,8 @@ class Runner:
         raise self._room.ran_out(step)
 
     def _launch(self, step: RunStep) -> Flight:
+        if step.until_layer or step.resumes:
+            return Landed(self._run_now(step))
         decoder, prefiller = self._decoder, self._prefiller
         if decoder is None or not decoder.has_drawn(step.follows):
             step = self._last.fill(step)
@@ -223,15 +229,15 @@ class Runner:
         return Landed(self._run_now(step))
 
     def _run_now(self, step: RunStep) -> list[Sampled]:
-        self._room.agree(step)
-        kv = self.parts.kv
-        windowed = self._is_windowed(step)
-        layout = lay_out(step, self._instance, kv, row_bytes=self._row_bytes, windowed=windowed)
+        run = self._paused.take(step) if step.resumes else self._begin(step)
         with ExitStack() as undo:
-            undo.callback(self.parts.kv.take_back, layout.grown)
-            sampled = self._forward(layout)
+            undo.callback(self.parts.kv.take_back, run.layout.grown)
+            hidden_BD = run.advance(step.until_layer)
+            sampled = [] if hidden_BD is None else self._draw(run.layout, hidden_BD)
             undo.pop_all()
         self._finish()
+        if hidden_BD is None:
+            self._paused.put(step.step_id, run)
         self._last.ran(step, sampled)
         return sampled
 
@@ -298,9 +304,21 @@ class Runner:
             return False
         return any(e.start + len(e.tokens) // 4 > smallest for e in step.batch)
 
-    def _forward(self, layout: StepLayout) -> list[Sampled]:
-        parts = self.parts
-        windowed = layout.windowed
+    def _begin(self, step: RunStep) -> LayerRun:
+        """Lay a step out and take its slots; nothing is computed yet."""
+        self._room.agree(step)
+        parts, windowed = self.parts, self._is_windowed(step)
+        layout = lay_out(
+            step, self._instance, parts.kv, row_bytes=self._row_bytes, windowed=windowed
+        )
+        with ExitStack() as undo:
+            undo.callback(parts.kv.take_back, layout.grown)
+            run = self._run_of(step, layout)
+            undo.pop_all()
+        return run
+
+    def _run_of(self, step: RunStep, layout: StepLayout) -> LayerRun:
+        parts, windowed = self.parts, layout.windowed
         attention = EspAttention(
             layout,
             parts.kv,
@@ -312,13 +330,18 @@ class Runner:
             partials=parts.partials,
             sampled_only=True,
         )
-        hidden_BD = parts.model.forward(
+        layers = parts.model.layers(
             self._tensor(layout.tokens),
             self._tensor(layout.positions),
             self._tensor(layout.lengths),
             attention,
             rows_B=self._tensor(np.array(layout.sample_rows, np.int64)),
         )
+        segments = frozenset(extend.segment for extend in step.batch)
+        return LayerRun(layout, attention, layers, segments)
+
+    def _draw(self, layout: StepLayout, hidden_BD: Tensor) -> list[Sampled]:
+        parts = self.parts
         if not layout.sampled:
             return []
         logits_BV = parts.model.logits(hidden_BD)

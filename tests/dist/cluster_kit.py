@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -123,8 +123,13 @@ class Cluster:
         *,
         sample: bool = True,
         sampling: Mapping[str, Sampling] = MappingProxyType({}),
+        pauses: Iterable[int] = (),
+        between: Callable[[], object] = lambda: None,
     ) -> dict[str, Sampled]:
-        """One step: (sequence, new tokens, master or None, keep) for each request of the batch."""
+        """One step: (sequence, new tokens, master or None, keep) for each request of the batch.
+
+        It pauses before each layer of `pauses`, where `between` is called.
+        """
         batch = []
         for sequence, count, master, keep in work:
             segment = self._num_segments = self._num_segments + 1
@@ -150,8 +155,15 @@ class Cluster:
             sequence.segments.append(segment)
             sequence.placed[segment] = placed
             sequence.done += count
+        resumes = 0
+        for until_layer in pauses:
+            self._num_steps += 1
+            step = RunStep(self._num_steps, 1, members, batch, 0, until_layer, resumes)
+            resumes, batch = step.step_id, []
+            assert self._all(members, step) == [[]] * len(members)
+            between()
         self._num_steps += 1
-        step = RunStep(step_id=self._num_steps, epoch=1, members=members, batch=batch)
+        step = RunStep(self._num_steps, 1, members, batch, resumes=resumes)
         results = self._all(members, step)
         return {sampled.request_id: sampled for part in results for sampled in part}
 

@@ -94,7 +94,7 @@ def test_a_step_that_runs_out_is_undone_and_the_next_one_runs(
     original = Room.ran_out
     monkeypatch.setattr(Room, "ran_out", ran_out)
     with monkeypatch.context() as patch:
-        patch.setattr(runner.parts.model, "forward", runs_out)
+        patch.setattr(runner.parts.model, "layers", runs_out)
         with pytest.raises(WorkerError, match=r"out of memory .* 31 new tokens on instance 0; low"):
             runner.run(prefill(2, [0], 31))
     assert used(cluster) == [20]

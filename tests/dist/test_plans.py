@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,25 @@ def _keep(draw: st.DrawFn, group: list[int], count: int, home: int | None) -> li
     return [(draw(st.sampled_from(group)), hi - lo) for lo, hi in ends if hi > lo]
 
 
+def _pauses(draw: st.DrawFn, cluster: Cluster) -> list[int]:
+    """Layers before which a step pauses, often none."""
+    layers = st.integers(1, cluster.spec.num_layers - 1)
+    return sorted(draw(st.just(set()) | st.sets(layers)))
+
+
+def _other(draw: st.DrawFn, cluster: Cluster) -> None:
+    """A step of another request on any group, which is gone after it."""
+    other = Sequence("other", [3, 1, 4, 1, 5, 9][: draw(st.integers(1, 6))])
+    group = draw(_groups([]))
+    master = draw(st.none() | st.sampled_from(group))
+    keep = _keep(draw, group, len(other.tokens), None)
+    cluster.extend(group, [(other, len(other.tokens), master, keep)])
+    cluster.free(other)
+
+
 def _live(draw: st.DrawFn, cluster: Cluster, model: torch.nn.Module, length: int) -> None:
-    """One request: its prompt in random chunks, then decode, with migrations in between."""
+    """One request: its prompt in random chunks, of which any may pause between layers while
+    another request runs, then decode, with migrations in between."""
     prompt = [(37 * i + 11 * length) % 199 for i in range(length)]
     sequence = Sequence("r", prompt)
     home = draw(st.none() | st.integers(0, NUM_INSTANCES - 1))
@@ -82,7 +100,9 @@ def _live(draw: st.DrawFn, cluster: Cluster, model: torch.nn.Module, length: int
         master = draw(st.none() | st.sampled_from(group))
         last = sequence.done + count == len(prompt)
         work = [(sequence, count, master, _keep(draw, group, count, home))]
-        sampled = cluster.extend(group, work, sample=last)
+        pauses = _pauses(draw, cluster)
+        between = partial(_other, draw, cluster)
+        sampled = cluster.extend(group, work, sample=last, pauses=pauses, between=between)
         cluster.check(sequence)
     for _ in range(4):
         logprobs = _expected(model, sequence.tokens)

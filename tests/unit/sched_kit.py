@@ -123,9 +123,17 @@ class VirtualTime:
     def run(self, until=float("inf")):
         """Let steps end until `until`, or until nothing runs."""
         while self.ends and self.ends[0][0] <= until:
-            self.now, _, event = heappop(self.ends)
-            self.handle(event)
+            self.step()
         return self
+
+    def step(self):
+        """Let the next step end."""
+        self.now, _, event = heappop(self.ends)
+        self.handle(event)
+
+    def request(self, request_id):
+        """The scheduler's own state of a request that waits or runs."""
+        return self.scheduler._state.find(request_id)
 
     def handle(self, event):
         actions = self.scheduler.handle(event)
@@ -145,7 +153,8 @@ class VirtualTime:
         plan = action.plan
         if isinstance(plan, PrefillPlan):
             took_s = self.sib.prefill_s(plan.dop, [(i.start, i.num_tokens) for i in plan.items])
-            tokens = tuple((i.request_id, 1) for i in plan.items if i.samples)
+            took_s *= plan.share
+            tokens = tuple((i.request_id, 1) for i in plan.items if i.samples and not plan.pauses)
         elif isinstance(plan, DecodePlan):
             took_s = self.sib.decode_s(
                 dop=plan.dop,

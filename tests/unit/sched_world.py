@@ -36,6 +36,11 @@ def follows(plan):
     return getattr(plan, "follows", 0)
 
 
+def is_part(plan):
+    """A part of a chunk."""
+    return getattr(plan, "layers", None) is not None
+
+
 def token_of(request_id, n):
     """The n-th token of a request's answer, whatever step draws it."""
     return crc32(f"{request_id}/{n}".encode()) % 41
@@ -60,6 +65,9 @@ class FakeWorkers:
         self.num_chunks = 0
         self.num_queued = 0
         self.num_moves = 0
+        self.num_parts = 0
+        self.paused = {}  # step_id -> plan of a part of a chunk that has more
+        self.failed_parts = []
 
     def can_end(self):
         """Ids of the steps that run; the others are queued behind one of these."""
@@ -71,7 +79,11 @@ class FakeWorkers:
     def lose(self, instance):
         del self.slots[instance]
         self.kv.pop(instance, None)
+        lost = [p for p in self.steps.values() if instance in p.members]
+        self.failed_parts += filter(is_part, lost)
         self.steps = {k: p for k, p in self.steps.items() if instance not in p.members}
+        alive = self.slots.keys()
+        self.paused = {k: p for k, p in self.paused.items() if not alive.isdisjoint(p.members)}
 
     def apply(self, actions):
         for action in actions:
@@ -119,6 +131,7 @@ class FakeWorkers:
                 writing.update(item.segment for item in plan.items)
         assert not writing & set(segments), "freed under a running step"
         held = {i for i in self.slots if any(self.kv[i][s] for s in segments)}
+        held |= self.give_up(segments, instances)
         assert held == set(instances), "freed where it is not, or left behind"
         for instance in instances:
             for segment in segments:
@@ -126,6 +139,18 @@ class FakeWorkers:
         for request_id, owned in self.segments.items():
             if set(owned) & set(segments):
                 self.segments[request_id] = []
+
+    def give_up(self, segments, instances):
+        """Drop paused chunks that write these segments; where they were."""
+        found = set()
+        for step_id, plan in list(self.paused.items()):
+            if plan.items[0].segment in segments:
+                found |= set(plan.members) & self.slots.keys()
+                del self.paused[step_id]
+        for plan in self.failed_parts:  # nothing is left there, but to be told does no harm
+            if plan.items[0].segment in segments:
+                found |= set(plan.members) & set(instances)
+        return found
 
     def start(self, plan):
         assert plan.step_id > self.last_step
@@ -169,6 +194,9 @@ class FakeWorkers:
 
     def finish(self, plan):
         """A step is done."""
+        if getattr(plan, "pauses", False):
+            self.num_parts += 1
+            self.paused[plan.step_id] = plan
         self.num_moves += isinstance(plan, MigratePlan)
         if isinstance(plan, MigratePlan):
             for segment, count in plan.moves:
@@ -177,8 +205,29 @@ class FakeWorkers:
     def moving(self):
         return {s for p in self.steps.values() if isinstance(p, MigratePlan) for s, _ in p.moves}
 
+    def resume(self, plan):
+        """The rest of a chunk, on the very instances on which it is paused."""
+        before = self.paused.pop(plan.resumes)
+        assert (plan.members, plan.items) == (before.members, before.items)
+        assert plan.layers.first == before.layers.end < plan.layers.end <= plan.layers.total
+        assert plan.layers.total == before.layers.total
+        assert plan.items[0].request_id not in self.ended
+
+    def rows_of_parts(self, instance):
+        """New tokens of each chunk that is paused or runs in parts there."""
+        parts = [*self.paused.values(), *(p for p in self.steps.values() if is_part(p))]
+        return [
+            -(-plan.items[0].num_tokens // plan.dop) for plan in parts if instance in plan.members
+        ]
+
     def begin_items(self, plan):
+        if getattr(plan, "resumes", 0):
+            self.resume(plan)
+            return
         assert plan.items
+        if is_part(plan):
+            assert len(plan.items) == 1
+            assert plan.layers.first == 0
         assert list(plan.members) == sorted(set(plan.members))
         ids = [item.request_id for item in plan.items]
         assert len(ids) == len(set(ids))
@@ -248,6 +297,7 @@ class World:
             max_num_queued_reqs=self.random.choice([3, 1000]),
             max_passes=self.random.choice([1, 1000]),
             queue_ahead=queue_ahead,
+            num_layers=self.random.choice([1, 3, 32]),
         )
         self.policy, self.limits = policy, limits
         self.scheduler = new_scheduler(policy, limits, tiny=tiny)
@@ -278,9 +328,12 @@ class World:
         """No instance computes more new tokens in a step than its memory was made for."""
         for plan in plans:
             if isinstance(plan, PrefillPlan):
-                for index in range(plan.dop):
+                for index, instance in enumerate(plan.members):
                     stripes = (range(index, i.num_tokens, plan.dop) for i in plan.items)
-                    assert sum(map(len, stripes)) <= self.limits.max_step_tokens
+                    parts = self.workers.rows_of_parts(instance)
+                    assert len(parts) <= 1, "two chunks hold memory"
+                    num_tokens = 0 if is_part(plan) else sum(map(len, stripes))
+                    assert num_tokens + sum(parts) <= self.limits.max_step_tokens
 
     def tick(self):
         self.now += self.random.random() * self.random.choice([0.01, 1.0])
@@ -318,10 +371,12 @@ class World:
         step_id = self.random.choice(self.workers.can_end())
         plan = self.workers.steps.pop(step_id)
         if fail:
+            self.workers.failed_parts += [plan] * is_part(plan)
             self.handle(StepFailed(self.tick(), step_id, "out of memory"))
             return
         self.workers.finish(plan)
         drawing = [i for i in getattr(plan, "items", ()) if getattr(i, "samples", True)]
+        drawing = [] if getattr(plan, "pauses", False) else drawing
         if self.random.random() < 0.002:
             drawing = drawing[1:]
         tokens = tuple((item.request_id, self.draw(item)) for item in drawing)
@@ -379,6 +434,7 @@ class World:
 
     def check_end(self):
         assert not self.workers.steps
+        assert not self.workers.paused
         unfinished = self.workers.length.keys() - self.workers.ended.keys()
         assert not unfinished, "requests that never end"
         assert self.scheduler.snapshot().pool.used == 0

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from sched_kit import make_sib
 
-from loongd.sched.chunks import added_s, aligned_up, left_s, next_chunk
+from loongd.sched.chunks import added_s, aligned_up, in_one_step, left_s, next_chunk
 from loongd.sched.policy import Limits
 from loongd.sched.sib import Sib
 from loongd.sched.sib_detail import PrefillDetail
@@ -35,7 +35,7 @@ def sib_of(few_s: float) -> Sib:
 
 
 def chunk(sib: Sib, cached: int) -> int:
-    return next_chunk(sib, 1, cached=cached, left=1_000_000, limits=LIMITS)
+    return next_chunk(sib, 1, cached=cached, left=1_000_000, pace=in_one_step(LIMITS))
 
 
 @pytest.mark.parametrize("cached", [0, 40_000, 160_000])
@@ -81,8 +81,9 @@ def test_what_chunks_add_is_foreseen() -> None:
     sib = sib_of(1e-10)
     total, left, spent_s = 200_000, 200_000, 0.0
     while left:
-        size = next_chunk(sib, 1, cached=total - left, left=left, limits=LIMITS)
+        size = next_chunk(sib, 1, cached=total - left, left=left, pace=in_one_step(LIMITS))
         spent_s += sib.prefill_s(1, [(total - left, size)])
         left -= size
     assert spent_s > 1.05 * sib.prefill_s(1, [(0, total)])
-    assert left_s(sib, 1, cached=0, left=total, limits=LIMITS) == pytest.approx(spent_s, rel=0.05)
+    all_s = left_s(sib, 1, cached=0, left=total, pace=in_one_step(LIMITS))
+    assert all_s == pytest.approx(spent_s, rel=0.05)

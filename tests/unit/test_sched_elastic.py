@@ -16,6 +16,7 @@ from loongd.sched.chunks import (
     HOST_S,
     aligned_down,
     aligned_up,
+    in_one_step,
     largest_within,
     least_s,
     left_s,
@@ -46,9 +47,9 @@ def test_a_chunk_takes_the_bound_and_not_more(dop, square_s, cached):
 
 
 def chunks_of(sib, dop, num_tokens, limits=LIMITS):
-    left, sizes = num_tokens, []
+    left, sizes, pace = num_tokens, [], in_one_step(limits)
     while left:
-        sizes.append(next_chunk(sib, dop, cached=num_tokens - left, left=left, limits=limits))
+        sizes.append(next_chunk(sib, dop, cached=num_tokens - left, left=left, pace=pace))
         left -= sizes[-1]
     return sizes
 
@@ -92,7 +93,7 @@ def test_a_chunk_is_long_enough_to_lose_five_percent_at_most(fixed_s):
     coefficients = make_sib(fixed_s=fixed_s).prefill_coefficients(1)
     assert least_s(coefficients) == pytest.approx(20 * (fixed_s + HOST_S))
     sib = make_sib(fixed_s=fixed_s)
-    chunk = next_chunk(sib, 1, cached=0, left=10**6, limits=LIMITS)
+    chunk = next_chunk(sib, 1, cached=0, left=10**6, pace=in_one_step(LIMITS))
     time_s = sib.prefill_s(1, [(0, chunk)])
     if fixed_s == 0.001:
         assert 0.8 * BOUND_S < time_s <= BOUND_S
@@ -115,7 +116,7 @@ def test_a_chunked_prefill_loses_little_and_says_how_long_it_takes():
     world.arrive("long", 20_000, max_tokens=1)
     world.run()
     assert alone_s < world.ttft_s("long") < 1.06 * alone_s, "fixed times of 16 ms for 0.3 s each"
-    predicted_s = left_s(make_sib(), 4, cached=0, left=20_000, limits=LIMITS)
+    predicted_s = left_s(make_sib(), 4, cached=0, left=20_000, pace=in_one_step(LIMITS))
     assert world.ttft_s("long") == pytest.approx(predicted_s, rel=0.01)
     assert all(plan.dop == 4 for _, _, plan, _ in world.prefills("long")[:-1])
 
@@ -150,7 +151,9 @@ def test_short_prompts_never_wait_longer_than_the_bound():
     slowest = max(world.ttft_s(f"s{n}") for n in range(20))
     own_s = make_sib().prefill_s(1, [(0, 50)])
     assert slowest <= BOUND_S + 2 * own_s
-    assert world.ttft_s("long") < 1.7 * left_s(make_sib(), 2, cached=0, left=20_000, limits=LIMITS)
+    assert world.ttft_s("long") < 1.7 * left_s(
+        make_sib(), 2, cached=0, left=20_000, pace=in_one_step(LIMITS)
+    )
 
 
 def test_the_group_of_a_long_prompt_shrinks_and_grows_between_chunks():
@@ -591,8 +594,8 @@ def test_reasons_have_numbers():
 def test_an_unmeasured_machine_that_seems_slow_gets_no_tiny_chunks(dop):
     """They would make it slower still: each has its fixed time again."""
     sib = make_sib(token_s=0.02)
-    few = next_chunk(sib, dop, cached=0, left=6000, limits=LIMITS)
+    few = next_chunk(sib, dop, cached=0, left=6000, pace=in_one_step(LIMITS))
     assert few < 100
     sib.replace(msgspec.structs.replace(sib.profile, measured=False))
-    assert next_chunk(sib, dop, cached=0, left=6000, limits=LIMITS) == 512 * dop
-    assert next_chunk(sib, dop, cached=5700, left=300, limits=LIMITS) == 300
+    assert next_chunk(sib, dop, cached=0, left=6000, pace=in_one_step(LIMITS)) == 512 * dop
+    assert next_chunk(sib, dop, cached=5700, left=300, pace=in_one_step(LIMITS)) == 300

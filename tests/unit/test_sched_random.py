@@ -23,6 +23,7 @@ def test_random_events(seed, policy, num_instances, num_events, tiny, queue_ahea
     ).run(num_events)
     world.check_end()
     assert queue_ahead or not world.workers.num_queued
+    event(f"parts: {world.workers.num_parts > 0}")
     event(f"queued ahead: {world.workers.num_queued > 0}")
     totals = world.scheduler.snapshot().totals
     event(f"preemptions: {totals.num_preemptions > 0}")
@@ -56,6 +57,7 @@ def test_random_worlds_reach_the_rare_paths(policy, queue_ahead):
         seen["queued"] += world.workers.num_queued
         seen["moved"] += world.workers.num_moves
         seen["chunk"] += world.workers.num_chunks
+        seen["part"] += world.workers.num_parts
         totals = world.scheduler.snapshot().totals
         seen["preempted"] += totals.num_preemptions
         seen["scaled up"] += totals.num_scale_ups
@@ -64,6 +66,6 @@ def test_random_worlds_reach_the_rare_paths(policy, queue_ahead):
         seen.update(world.workers.ended.values())
     expected = {"preempted", "scaled up", "scaled down", "lost", "length", "stop", "cancelled"}
     expected |= {"step_failed", "context_length_exceeded", "draining", "overloaded"}
-    expected |= {"chunk", "moved"} if policy == "loongserve" else {"chunk"}
+    expected |= {"chunk", "moved", "part"} if policy == "loongserve" else {"chunk"}
     expected |= {"queued"} if queue_ahead else set()
     assert expected <= {name for name, count in seen.items() if count > 5}, seen

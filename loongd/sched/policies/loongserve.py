@@ -26,6 +26,7 @@ from loongd.sched.policy import (
     GiveUp,
     Settled,
     StartMigrate,
+    StartPart,
     StartPrefill,
     View,
     same_masters,
@@ -81,7 +82,7 @@ class LoongServe:
 
 
 def _starts(decisions: Decisions) -> bool:
-    steps = decisions.decodes or decisions.prefills or decisions.migrations
+    steps = decisions.decodes or decisions.prefills or decisions.migrations or decisions.parts
     return bool(steps) or decisions.preempt is not None
 
 
@@ -94,6 +95,7 @@ class _Round:
         self._alone = alone
         self._allocate = Allocate(view, self._draft, sib, forced=forced)
         self._prefills: list[StartPrefill] = []
+        self._parts: list[StartPart] = []
 
     def run(self) -> Decisions:
         draft = self._draft
@@ -118,6 +120,7 @@ class _Round:
         elastic.go_on()
         elastic.move_away()
         self._prefills += elastic.started
+        self._parts = elastic.parts
         return self._decode(elastic.migrations, dispatch.give_ups, elastic.starved)
 
     def _decode(
@@ -143,6 +146,7 @@ class _Round:
             hold=draft.hold,
             wanted=tuple(scaling.wanted),
             migrations=tuple(migrations),
+            parts=tuple(self._parts),
         )
 
     # ---- short prompts -------------------------------------------------------------------------
@@ -261,8 +265,8 @@ class _Round:
 
     def _describe_turn(self, instance: int, taken: list[Request]) -> str:
         """Whose next chunk waits, and how long the first of those taken has waited."""
-        behind = [r for r in self._allocate.unfinished if instance in r.holders]
-        waits = ", ".join(f"{r.request_id} with {r.left_tokens:,} tokens left" for r in behind)
+        behind = [r for r in self._allocate.unfinished if instance in r.needed]
+        waits = ", ".join(f"{r.request_id} with {r.undone_tokens:,} tokens left" for r in behind)
         waited_s = self._dispatch.waited_s(taken[0])
         return (
             f"between two chunks of a long prefill ({waits}), after {taken[0].request_id} has "

@@ -1,0 +1,235 @@
+"""Chunks in parts: a long prompt passes through the layers in several steps, and others come in
+between. The SIB is that of `test_sched_elastic`: 10 ms + 1 ms a token / dop."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sched_kit import VirtualTime, make_sib
+
+from loongd.sched.chunks import (
+    HOST_S,
+    beside_part,
+    first_layers,
+    in_one_step,
+    in_parts,
+    next_chunk,
+    next_layers,
+    parts_of,
+)
+from loongd.sched.events import FreeSegments, InstanceLost
+from loongd.sched.plan import Layers
+from loongd.sched.policy import Limits
+
+BOUND_S = 0.3
+LIMITS = Limits(max_prefill_wait_s=BOUND_S, num_layers=32)
+
+
+# -- arithmetic
+
+
+@given(
+    step_s=st.floats(0.001, 9.5),
+    num_layers=st.integers(1, 128),
+    bound_s=st.floats(0.01, 1.0),
+)
+def test_parts_cover_all_layers_once_and_keep_to_the_bound(step_s, num_layers, bound_s):
+    limits = Limits(max_prefill_wait_s=bound_s, num_layers=num_layers)
+    layers = first_layers(step_s, limits)
+    if layers is None:
+        assert step_s <= bound_s or num_layers == 1
+        return
+    parts = [layers]
+    while parts[-1].pauses:
+        parts.append(next_layers(parts[-1]))
+    assert len(parts) == parts_of(step_s, limits)
+    assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
+    assert parts[-1].end == num_layers
+    assert sum(part.share for part in parts) == pytest.approx(1.0)
+    longest_s = max(step_s * part.share for part in parts)
+    assert longest_s <= max(bound_s, step_s / num_layers) * (1 + 1e-9)
+
+
+def test_a_chunk_in_parts_is_as_long_as_it_was_quiet_before():
+    assert in_parts(LIMITS, 0.1) == in_one_step(LIMITS)
+    assert in_parts(LIMITS, 4.0).time_s == 2.0
+    most = in_parts(LIMITS, float("inf"))
+    assert most.time_s == pytest.approx(32 * (BOUND_S - HOST_S))
+    assert most.most_tokens + beside_part(LIMITS).most_tokens == LIMITS.max_step_tokens
+    assert in_parts(Limits(), float("inf")) == in_one_step(Limits()), "one layer is no part"
+
+
+def test_no_parts_where_memory_is_made_for_one_batch():
+    small = Limits(max_num_batched_tokens=512, max_step_tokens=512, num_layers=32)
+    assert in_parts(small, float("inf")) == in_one_step(small)
+
+
+@given(cached=st.integers(0, 10**6), left=st.integers(1, 10**6), quiet_s=st.floats(0.0, 100.0))
+def test_no_layer_of_a_chunk_takes_longer_than_the_bound(cached, left, quiet_s):
+    sib = make_sib(token_s=1e-5, square_s=5e-10, fixed_s=0.001)
+    pace = in_parts(LIMITS, quiet_s)
+    size = next_chunk(sib, 2, cached=cached, left=left, pace=pace)
+    step_s = sib.prefill_s(2, [(cached, size)])
+    layers = first_layers(step_s, LIMITS) if pace.time_s > BOUND_S else None
+    assert step_s * (1.0 if layers is None else layers.share) <= BOUND_S * 1.001
+
+
+# -- a prompt alone
+
+
+def parts_of_long(world):
+    return [(begin, end, plan) for begin, end, plan, _ in world.prefills("long")]
+
+
+def test_a_lone_prompt_is_one_chunk_in_parts_and_loses_little():
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.arrive("long", 10_000, max_tokens=1)
+    world.run()
+    parts = parts_of_long(world)
+    assert {plan.items[0].num_tokens for _, _, plan in parts} == {10_000}
+    assert all(end - begin <= BOUND_S for begin, end, _ in parts)
+    assert [plan.resumes for _, _, plan in parts][1:] == [p.step_id for _, _, p in parts[:-1]]
+    assert all(plan.members == (0, 1) for _, _, plan in parts)
+    alone_s = make_sib().prefill_s(2, [(0, 10_000)])
+    assert world.ttft_s("long") == pytest.approx(alone_s)
+    assert len(world.tokens["long"]) == 1
+
+
+def test_a_prompt_that_takes_longer_has_several_such_chunks():
+    world = VirtualTime(500_000, 500_000, num_layers=4)
+    world.arrive("long", 10_000, max_tokens=1)
+    world.run()
+    parts = parts_of_long(world)
+    assert all(end - begin <= BOUND_S * (1 + 1e-9) for begin, end, _ in parts)
+    starts = [plan.items[0].start for _, _, plan in parts]
+    assert len(set(starts)) > 3
+    assert starts == sorted(starts)
+
+
+def test_the_story_and_the_totals_count_a_chunk_once():
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.arrive("long", 10_000, max_tokens=1)
+    world.run()
+    totals = world.scheduler.snapshot().totals
+    assert totals.num_prefill_tokens == 10_000
+    entries = world.scheduler.story("long").entries
+    (prefill,) = [entry for entry in entries if entry.event == "prefill"]
+    assert prefill.num_tokens == 10_000
+    assert prefill.num_steps == len(parts_of_long(world))
+    assert "in 17 parts" in prefill.text or "parts of" in prefill.text
+    assert sum(prefill.kept.values()) == 10_000
+
+
+def test_a_reason_tells_the_layers():
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.arrive("long", 10_000, max_tokens=1)
+    world.run()
+    second = parts_of_long(world)[1][2]
+    reason = world.reasons[second.step_id - 1]
+    assert reason.startswith("layers 1 to 2 of 32 for tokens 0 to 10,000 of long on instances 0,1")
+
+
+# -- others in between
+
+
+def test_short_prompts_come_between_two_parts():
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.arrive("long", 10_000, max_tokens=5)
+    for n in range(12):
+        world.arrive(f"s{n}", 50, max_tokens=3, at=0.11 + n * 0.337)
+    world.run()
+    own_s = make_sib().prefill_s(1, [(0, 50)])
+    assert max(world.ttft_s(f"s{n}") for n in range(12)) <= BOUND_S + 2 * own_s
+    in_parts_now = [plan for _, _, plan in parts_of_long(world) if plan.layers is not None]
+    assert len(in_parts_now) > 10
+    assert len(world.tokens["long"]) == 5
+
+
+def test_decode_has_its_share_between_two_parts():
+    world = VirtualTime(50_000, num_layers=32)
+    world.arrive("chat", 20, max_tokens=200)
+    world.arrive("long", 5_000, max_tokens=1, at=1.0)
+    world.run()
+    assert any(plan.layers is not None for _, _, plan in parts_of_long(world))
+    gaps = [b - a for a, b in itertools.pairwise(world.tokens["chat"])]
+    assert max(gaps) < 2 * BOUND_S
+    during = [at for at in world.tokens["chat"] if 1.0 < at < world.tokens["long"][0]]
+    assert len(during) > 50
+
+
+def test_a_second_long_prompt_runs_beside_a_paused_one_on_all_its_instances():
+    """It is shorter, so it goes first; it has no parts, for memory is made for one such chunk."""
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.arrive("long", 10_000, max_tokens=1)
+    world.arrive("other", 1_500, max_tokens=1, at=0.5)
+    world.run()
+    others = [plan for _, _, plan, _ in world.prefills("other")]
+    assert all(plan.layers is None for plan in others)
+    assert others[0].members == (0, 1)
+    assert world.done["other"].finish_reason == "length"
+    assert world.ttft_s("other") < 1.5
+    before = [plan for _, _, plan in parts_of_long(world)]
+    assert {plan.members for plan in before} == {(0, 1)}
+
+
+def test_a_busy_queue_leaves_groups_free():
+    """Somebody came a moment ago: the chunk is over within the bound."""
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.arrive("chat", 20, max_tokens=2)
+    world.arrive("long", 3_000, max_tokens=1, at=0.2)
+    world.run()
+    assert parts_of_long(world)[0][2].layers is None
+
+
+# -- what becomes of a paused chunk
+
+
+def paused_world():
+    """`long` is between two parts of its chunk, for `s` has its turn on instance 0 or 1."""
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.arrive("long", 10_000, max_tokens=5)
+    world.arrive("s", 200, max_tokens=300, at=0.1)
+    while world.request("long").step_id is not None:
+        world.step()
+    assert world.request("long").part is not None
+    return world
+
+
+def test_a_cancelled_one_is_given_up_wherever_it_holds_memory():
+    world = paused_world()
+    assert world.request("long").holders == (0,)
+    actions = world.cancel("long")
+    (freed,) = [action for action in actions if isinstance(action, FreeSegments)]
+    assert freed.instances == (0, 1), "instance 1 has no KV of it, but its hidden states"
+    world.run()
+    assert len(world.tokens["s"]) == 300
+
+
+def test_one_that_loses_an_instance_without_its_kv_begins_again():
+    world = paused_world()
+    actions = world.handle(InstanceLost(world.now, 1, "killed"))
+    assert any(isinstance(action, FreeSegments) for action in actions)
+    assert world.request("long").kv_tokens in (0, 10_000)
+    world.ends = [end for end in world.ends if end[2].step_id in world.scheduler._state.steps]
+    world.run()
+    assert world.scheduler.snapshot().totals.num_lost >= 1
+    assert len(world.tokens["long"]) == 5
+
+
+def test_progress_counts_layers():
+    world = paused_world()
+    request = world.request("long")
+    part = request.part.layers
+    assert request.kv_tokens == 10_000
+    assert request.left_tokens == 0
+    assert request.done_tokens == 10_000 * part.end // 32
+    assert request.undone_tokens == 10_000 - request.done_tokens
+    assert request.is_unfinished
+    assert request.needed == (0, 1)
+
+
+def test_layers_know_their_share():
+    assert Layers(0, 8, 32).share == 0.25
+    assert Layers(0, 8, 32).pauses
+    assert not Layers(24, 32, 32).pauses
