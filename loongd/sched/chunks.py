@@ -33,6 +33,9 @@ HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
 SIZES_PER_OCTAVE = 4
+MORE_SIZES_TOKENS = 32768
+"""Tokens of each member from which there are twice as many sizes: such chunks take seconds, and few
+of them make a prompt."""
 LIBRARY_TOKENS = 512
 """Libraries attend to a long prefix with so many queries at a time, of all members together; what
 is left over goes to kernels that are slower, or pads a piece (`kernels.cudnn.QUERY_SIZES`)."""
@@ -163,6 +166,8 @@ def aligned_up(least: int, dop: int) -> int:
 def _step(each: int, dop: int) -> int:
     octave = 1 << max(0, each.bit_length() - 1)
     step = max(1, octave // SIZES_PER_OCTAVE)
+    if octave >= MORE_SIZES_TOKENS:
+        step //= 2
     piece = 1 << max(0, (LIBRARY_TOKENS // dop).bit_length() - 1)
     return step if each < 2 * piece else max(step, piece)
 

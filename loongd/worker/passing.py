@@ -53,8 +53,9 @@ def _fastest(num_new: int, dop: int, held: Sequence[int], row: RowBytes) -> int:
     for number in range(len(held) + 1):
         at_home = held[number] if number < len(held) else 0
         pairs = share * travelling + num_new * at_home
-        # a holder sends its keys to each other member, a member takes in the keys of all holders
-        tokens = max((dop - 1) * held[0], travelling) if number else 0
+        # a holder sends its keys to each other member, a member takes in the keys of all others
+        most_in = travelling - held[-1] if number == dop else travelling
+        tokens = max((dop - 1) * held[0], most_in) if number else 0
         times.append(max(pairs * row.pair_flops, tokens * row.key * FLOPS_PER_BYTE))
         travelling += at_home
     part, whole = _WORTH_IT
