@@ -6,9 +6,8 @@ anything is.
 A step is predicted to take the bound at most. A chunk may take longer, in parts of so many layers:
 between two of them others have their turn as between two chunks, but the group stays and holds the
 chunk's hidden states. Long chunks lose little (few queries over a long prefix are slow, and each
-chunk costs its launches and exchanges again); short ones leave the group free to change. So a chunk
-on all instances may be long where nobody else has come for a while: the next will probably not
-come soon.
+chunk costs its launches and exchanges again), short ones leave the group free to change. So a chunk
+has parts where no other long prompt is there and the group has all instances.
 
 Without parts, each chunk costs the step's fixed time again; where that would be more than
 `OVERHEAD_SHARE` of the chunk, the chunk is longer, and others wait so much longer: by the formula a
@@ -43,8 +42,6 @@ LEAST_UNMEASURED = 512
 """Tokens of each member in all chunks but the last, until the machine is measured. What is believed
 of it may be wrong by far: if it seems slow, chunks get smaller, which makes it slower still."""
 
-QUIET_SHARE = 0.5
-"""A chunk in parts may take this share of the time for which nobody else has come."""
 BESIDE_SHARE = 4
 """This fraction of an instance's tokens in a step is left for steps beside a paused chunk."""
 
@@ -67,14 +64,13 @@ def beside_part(limits: Limits) -> Pace:
     return Pace(limits.max_prefill_wait_s, _beside_tokens(limits))
 
 
-def in_parts(limits: Limits, quiet_s: float) -> Pace:
-    """For a chunk in parts, of which each takes the bound at most, where nobody else waits and no
-    other instance could join; nobody else has come for `quiet_s` seconds."""
+def in_parts(limits: Limits) -> Pace:
+    """For a chunk in parts, of which each takes the bound at most."""
     one, bound_s = in_one_step(limits), limits.max_prefill_wait_s
     most = limits.max_step_tokens - _beside_tokens(limits)
     if limits.num_layers == 1 or most <= 0:
         return one
-    time_s = min(QUIET_SHARE * quiet_s, limits.num_layers * (bound_s - HOST_S))
+    time_s = limits.num_layers * (bound_s - HOST_S)
     return Pace(time_s, most) if time_s > bound_s else one
 
 

@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from loongd.sched.admission import never_fits
-from loongd.sched.chunks import longest_short
+from loongd.sched.chunks import largest_within, longest_short
 from loongd.sched.draft import Draft
+from loongd.sched.plan import PrefillPlan
 from loongd.sched.policy import GiveUp, View
 from loongd.sched.request import Request
 from loongd.sched.sib import Sib
@@ -36,6 +37,8 @@ FIXED_SHARE = 0.1
 URGENT_WAITS = 10
 # What passes the head takes at most this share of the head's own prefill time.
 PASS_SHARE = 0.25
+# What passes a chunk in parts takes at most this share of what is left of it.
+PART_PASS_SHARE = 0.5
 # Lengths whose times are kept between rounds.
 MAX_KNOWN = 65536
 # Before any request has finished: the decode time of so many tokens alone.
@@ -230,13 +233,27 @@ class Dispatch:
         return request.arrived_s + URGENT_WAITS * max(self._bound_s, time_s)
 
     def rank(self, request: Request) -> tuple[int, float, int]:
-        """Sorts long prompts: urgent ones by age, others by predicted time x length."""
+        """Sorts long prompts: urgent ones by age, others by predicted time x length.
+
+        A chunk in parts is ended before prompts begin that take more than a share of what is left
+        of it: while it is paused its instances are in nobody else's group.
+        """
         time_s = self._alone_s(request.num_tokens)
         if self._view.now >= self._urgent_s(request, time_s):
             return (0, 0.0, request.order)
+        if request.part is not None:
+            passed_s = PART_PASS_SHARE * self._part_left_s(request.part)
+            passed = largest_within(self._costs, cached=0, time_s=passed_s)
+            return (1, passed_s * passed, request.order)
         cached, left = request.done_tokens, request.undone_tokens
         left_s = time_s if cached == 0 else self._costs.alone_s(cached, left)
         return (1, left_s * left, request.order)
+
+    def _part_left_s(self, part: PrefillPlan) -> float:
+        """What is left of a chunk behind one of its parts."""
+        lengths = [(item.start, item.num_tokens) for item in part.items]
+        done = 1.0 if part.layers is None else part.layers.end / part.layers.total
+        return self._sib.prefill_s(part.dop, lengths) * (1.0 - done)
 
     def best_long(self) -> Request | None:
         """The waiting long prompt of least rank."""

@@ -303,7 +303,7 @@ class ElasticPrefill:
         is_only = all(r is request for r in unfinished) and (first is None or first is request)
         if not is_only or len(group) < len(self._draft.free):
             return in_one_step(view.limits)
-        return in_parts(view.limits, view.quiet_s(request.order))
+        return in_parts(view.limits)
 
     def _explain(
         self, placed: Placed, members: tuple[int, ...], pace: Pace, *, cached: int, left: int

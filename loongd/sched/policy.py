@@ -69,7 +69,6 @@ class View(msgspec.Struct, frozen=True):
         now: seconds of the events' clock.
         avg_decode_s: mean time that finished requests spent in decode; None before the first.
         tokens_on: tokens of a running request whose KV is on an instance.
-        arrivals: numbers and times of the last two.
     """
 
     limits: Limits
@@ -84,13 +83,6 @@ class View(msgspec.Struct, frozen=True):
     avg_decode_s: float | None = None
     tokens_on: Callable[[Request, int], int] = lambda _request, _instance: 0
     shorter: Callable[[int], Iterable[Request]] = lambda _most_tokens: ()
-    arrivals: tuple[tuple[int, float], ...] = ()
-
-    def quiet_s(self, order: int) -> float:
-        """Seconds since anybody but the request of this arrival number has come; infinity when
-        nobody has."""
-        others = [arrived_s for number, arrived_s in self.arrivals if number != order]
-        return self.now - max(others, default=-inf)
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -194,9 +194,7 @@ class _Queue:
 
 
 def _alone_s(sib: Sib, view: View, dop: int, num_tokens: int) -> float:
-    pace = in_one_step(view.limits)
-    if dop == len(view.free):
-        pace = in_parts(view.limits, view.quiet_s(LAST_ORDER))
+    pace = in_parts(view.limits) if dop == len(view.free) else in_one_step(view.limits)
     return left_s(sib, dop, cached=0, left=num_tokens, pace=pace)
 
 

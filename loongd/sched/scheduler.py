@@ -143,7 +143,6 @@ class Scheduler:
             needs_history=event.needs_history,
             arrived_s=event.now,
         )
-        state.arrivals = (*state.arrivals[-1:], (request.order, event.now))
         known = state.find(request.request_id) or state.ending.get(request.request_id)
         assert known is None, f"{request.request_id} exists already"
         text = (

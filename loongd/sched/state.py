@@ -49,7 +49,6 @@ class State:
         ending: ended requests whose step, or its follow-up, still runs: their slots are used.
         steps: steps in flight by id; a queued one is in the step that it follows.
         hold: what the policy holds for the head of the queue.
-        arrivals: numbers and times of the last two arrivals.
         known_slots: slots of all instances, lost ones included: they are expected back.
     """
 
@@ -63,7 +62,6 @@ class State:
         self.ending: dict[str, Request] = {}
         self.steps: dict[int, Step] = {}
         self.hold: Hold | None = None
-        self.arrivals: tuple[tuple[int, float], ...] = ()
         self.draining = False
         self.stories = StoryBook()
         self.totals = Totals()
@@ -100,7 +98,6 @@ class State:
             now=now,
             avg_decode_s=totals.decode_s / totals.num_decoded if totals.num_decoded else None,
             tokens_on=self._tokens_on,
-            arrivals=self.arrivals,
         )
 
     def _tokens_on(self, request: Request, instance: int) -> int:

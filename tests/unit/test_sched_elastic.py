@@ -72,14 +72,16 @@ def test_chunks_have_few_sizes_and_the_last_takes_the_rest():
 
 @given(most=st.integers(1, 1 << 22), dop=st.integers(1, 8))
 def test_an_aligned_chunk_is_one_of_few_sizes(most, dop):
-    """Four an octave, and multiples of 512 of all members together where it has twice so many."""
+    """Four an octave, eight from 32,768 on; multiples of 512 of all members together where it has
+    twice so many."""
     low, high = aligned_down(most, dop), aligned_up(most, dop)
     assert 1 <= low <= most <= high
     assert aligned_down(high, dop) == high
     for chunk in {low, high} if most >= dop else {high}:
         each, rest = divmod(chunk, dop)
         assert rest == 0
-        assert each.bit_length() - ((each & -each).bit_length() - 1) <= 3, "three leading bits"
+        num_bits = each.bit_length() - ((each & -each).bit_length() - 1)
+        assert num_bits <= (3 if each < 32768 else 4), "leading bits"
         piece = {1: 512, 2: 256, 3: 128, 4: 128}.get(dop, 64)
         if each >= 2 * piece:
             assert each % piece == 0

@@ -19,7 +19,7 @@ from loongd.sched.chunks import (
     parts_of,
 )
 from loongd.sched.events import FreeSegments, InstanceLost
-from loongd.sched.plan import Layers
+from loongd.sched.plan import Layers, PrefillPlan
 from loongd.sched.policy import Limits
 
 BOUND_S = 0.3
@@ -51,24 +51,22 @@ def test_parts_cover_all_layers_once_and_keep_to_the_bound(step_s, num_layers, b
     assert longest_s <= max(bound_s, step_s / num_layers) * (1 + 1e-9)
 
 
-def test_a_chunk_in_parts_is_as_long_as_it_was_quiet_before():
-    assert in_parts(LIMITS, 0.1) == in_one_step(LIMITS)
-    assert in_parts(LIMITS, 4.0).time_s == 2.0
-    most = in_parts(LIMITS, float("inf"))
+def test_a_chunk_in_parts_leaves_memory_for_steps_beside_it():
+    most = in_parts(LIMITS)
     assert most.time_s == pytest.approx(32 * (BOUND_S - HOST_S))
     assert most.most_tokens + beside_part(LIMITS).most_tokens == LIMITS.max_step_tokens
-    assert in_parts(Limits(), float("inf")) == in_one_step(Limits()), "one layer is no part"
+    assert in_parts(Limits()) == in_one_step(Limits()), "one layer is no part"
 
 
 def test_no_parts_where_memory_is_made_for_one_batch():
     small = Limits(max_num_batched_tokens=512, max_step_tokens=512, num_layers=32)
-    assert in_parts(small, float("inf")) == in_one_step(small)
+    assert in_parts(small) == in_one_step(small)
 
 
-@given(cached=st.integers(0, 10**6), left=st.integers(1, 10**6), quiet_s=st.floats(0.0, 100.0))
-def test_no_layer_of_a_chunk_takes_longer_than_the_bound(cached, left, quiet_s):
+@given(cached=st.integers(0, 10**6), left=st.integers(1, 10**6), is_alone=st.booleans())
+def test_no_layer_of_a_chunk_takes_longer_than_the_bound(cached, left, is_alone):
     sib = make_sib(token_s=1e-5, square_s=5e-10, fixed_s=0.001)
-    pace = in_parts(LIMITS, quiet_s)
+    pace = in_parts(LIMITS) if is_alone else in_one_step(LIMITS)
     size = next_chunk(sib, 2, cached=cached, left=left, pace=pace)
     step_s = sib.prefill_s(2, [(cached, size)])
     layers = first_layers(step_s, LIMITS) if pace.time_s > BOUND_S else None
@@ -173,13 +171,25 @@ def test_a_second_long_prompt_runs_beside_a_paused_one_on_all_its_instances():
     assert {plan.members for plan in before} == {(0, 1)}
 
 
-def test_a_busy_queue_leaves_groups_free():
-    """Somebody came a moment ago: the chunk is over within the bound."""
+def test_a_prompt_much_longer_than_the_rest_waits_until_the_chunk_is_over():
+    """It would keep the paused chunk's instances for long, and its memory and slots."""
     world = VirtualTime(50_000, 50_000, num_layers=32)
-    world.arrive("chat", 20, max_tokens=2)
-    world.arrive("long", 3_000, max_tokens=1, at=0.2)
+    world.arrive("long", 10_000, max_tokens=1)
+    world.arrive("other", 9_000, max_tokens=1, at=3.0)
     world.run()
-    assert parts_of_long(world)[0][2].layers is None
+    chunk_end_s = parts_of_long(world)[-1][1]
+    assert world.prefills("other")[0][0] >= chunk_end_s
+    assert world.ttft_s("long") < 1.1 * make_sib().prefill_s(2, [(0, 10_000)])
+
+
+def test_no_parts_beside_another_long_prompt():
+    """Instances may be dealt out anew after each chunk."""
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.arrive("chat", 30, max_tokens=2_000)
+    world.arrive("a", 4_000, max_tokens=1, at=0.2)
+    world.arrive("b", 4_100, max_tokens=1, at=0.21)
+    world.run(until=2.0)
+    assert all(plan.layers is None for _, _, plan in world.plans if isinstance(plan, PrefillPlan))
 
 
 # -- what becomes of a paused chunk
