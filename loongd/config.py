@@ -88,8 +88,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_prefill_wait: Annotated[
         Seconds,
         Meta(
-            description="Seconds that a chunk of a long prompt may take, so that others get in; at "
-            "least 20 times its fixed cost, and longer where cutting costs much."
+            description="Seconds that a step of a long prompt may take, so that others get in: "
+            "some layers of a chunk where no other long prompt is, else a chunk; longer where a "
+            "chunk's fixed cost is high."
         ),
     ] = 0.3
     decode_share: Annotated[
