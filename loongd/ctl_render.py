@@ -98,6 +98,10 @@ def numbers(values: Sequence[int]) -> str:
 def _node(node: Json, queue: Json, totals: Json) -> str:
     ended = ("finished", "cancelled", "failed", "rejected", "preempted")
     counts = ", ".join(f"{totals[name]:,} {name}" for name in ended if totals[name])
+    if totals["lost"]:
+        counts += f"{', ' if counts else ''}{totals['lost']:,} begun again after a lost worker"
+    tensor_parallel = node.get("tensor_parallel_size", 1)
+    together = f", tensor parallel {tensor_parallel}" if tensor_parallel > 1 else ""
     waiting = f"{queue['waiting']:,} waiting"
     if queue["waiting_tokens"]:
         waiting += f" ({queue['waiting_tokens']:,} tokens)"
@@ -105,7 +109,7 @@ def _node(node: Json, queue: Json, totals: Json) -> str:
         ("loongd", f"{node['version']} on {node['name']}, pid {node['pid']}"),
         ("state", f"{node['state']}, up {seconds(node['uptime_s'])}"),
         ("model", f"{node['model']}, up to {node['max_model_len'] or 0:,} tokens a request"),
-        ("engine", f"{node['device']}, {node['dtype']}, {node['attention_backend']}"),
+        ("engine", f"{node['device']}, {node['dtype']}, {node['attention_backend']}{together}"),
         ("policy", node["policy"]),
         ("api", node["api"]),
         ("requests", f"{queue['running']:,} running, {waiting}"),

@@ -113,7 +113,7 @@ class Daemon:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefill_tokens_per_instance=config.prefill_tokens_per_instance,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=self._step_tokens(model),
             max_num_queued_reqs=config.max_num_queued_reqs,
             max_prefill_wait_s=config.max_prefill_wait,
             max_passes=config.max_passes,
@@ -189,9 +189,14 @@ class Daemon:
         socket_path.chmod(0o600)
         _log.info("API on %s, not ready yet; admin socket %s", manager.node["api"], socket_path)
 
+    def _step_tokens(self, model: Checkpoint) -> int:
+        """Most new tokens of an instance in a step, for which workers keep memory."""
+        config = self._config
+        longest = config.max_model_len or model.spec.max_context_tokens
+        return min(config.max_step_tokens, max(config.max_num_batched_tokens, longest))
+
     def _starts(self, model: Checkpoint) -> Starts:
         config = self._config
-        max_len = config.max_model_len or model.spec.max_context_tokens
         num_workers = self._num_instances * config.tensor_parallel_size
         shares = node.share_cores(sorted(os.sched_getaffinity(0)), num_workers, device=self._device)
 
@@ -210,9 +215,7 @@ class Daemon:
                     num_threads=shares[rank].num_threads,
                     kv_pool_tokens=config.kv_pool_tokens,
                     gpu_memory_utilization=config.gpu_memory_utilization,
-                    max_step_tokens=min(
-                        config.max_step_tokens, max(config.max_num_batched_tokens, max_len)
-                    ),
+                    max_step_tokens=self._step_tokens(model),
                     seed=config.seed,
                     tensor_parallel_size=config.tensor_parallel_size,
                     deterministic=config.deterministic,

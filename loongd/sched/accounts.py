@@ -23,9 +23,12 @@ def account(step: Step, elapsed_s: float, state: State, sib: Sib | None) -> None
         case PrefillPlan(items=prefills):
             for view in views:
                 view.decode_debt_s = max(view.decode_debt_s, owed_s)
-            if sib is not None:
+            for request in step.requests:
+                request.chunk_s += elapsed_s
+            # of a chunk in parts all together: layers may differ
+            if sib is not None and not step.plan.pauses:
                 lengths = [(item.start, item.num_tokens) for item in prefills]
-                sib.observe_prefill(step.plan.dop, lengths, elapsed_s / step.plan.share)
+                sib.observe_prefill(step.plan.dop, lengths, step.requests[0].chunk_s)
         case DecodePlan(items=decodes):
             for view in views:
                 view.decode_debt_s = max(0.0, view.decode_debt_s - elapsed_s)

@@ -7,11 +7,11 @@ A step is predicted to take the bound at most. A chunk may take longer, in parts
 between two of them others have their turn as between two chunks, but the group stays and holds the
 chunk's hidden states. Long chunks lose little (few queries over a long prefix are slow, and each
 chunk costs its launches and exchanges again), short ones leave the group free to change. So a chunk
-has parts where no other long prompt is there and the group has all instances.
+is long where no other long prompt is there, the group has all instances, and it pays.
 
-Without parts, each chunk costs the step's fixed time again; where that would be more than
-`OVERHEAD_SHARE` of the chunk, the chunk is longer, and others wait so much longer: by the formula a
-prompt loses no more than this share to being cut while nobody else waits.
+Each chunk costs the step's fixed time again; where that would be more than `OVERHEAD_SHARE` of the
+chunk, the chunk is longer: by the formula a prompt loses no more than this share to being cut while
+nobody else waits. That has parts too, or others wait so much longer.
 
 Lengths are rounded to a few sizes, the same for every prompt: GPU libraries plan for each pair of
 lengths (45 to 80 ms with cuDNN, once), and equal parts keep the group's members in step. The last
@@ -31,6 +31,7 @@ OVERHEAD_SHARE = 0.05
 HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
+LEAST_LOSS = 0.025
 SIZES_PER_OCTAVE = 4
 MORE_SIZES_TOKENS = 32768
 """Tokens of each member from which there are twice as many sizes: such chunks take seconds, and few
@@ -74,6 +75,15 @@ def in_parts(limits: Limits) -> Pace:
     return Pace(time_s, most) if time_s > bound_s else one
 
 
+def alone(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> Pace:
+    """For a long prompt on all `dop` instances with no other beside it: in parts, where chunks of
+    one step would cost it more than `LEAST_LOSS`, for with parts the group stays."""
+    one = in_one_step(limits)
+    chunks_s = left_s(sib, dop, cached=cached, left=left, pace=one)
+    once_s = sib.prefill_s(dop, [(cached, left)])
+    return in_parts(limits) if chunks_s > (1.0 + LEAST_LOSS) * once_s else one
+
+
 def _beside_tokens(limits: Limits) -> int:
     share = -(-limits.max_step_tokens // BESIDE_SHARE)
     return max(share, limits.max_num_batched_tokens)
@@ -112,16 +122,6 @@ def least_s(coefficients: Coefficients) -> float:
     """The shortest chunk, in seconds, that loses no more than its share to the overhead, by the
     formula alone."""
     return max(overhead_s(coefficients) / OVERHEAD_SHARE, coefficients.floor_s)
-
-
-def added_s(sib: Sib, dop: int, *, cached: int, size: int) -> float:
-    """What one more chunk adds to a prefill that has come so far, by all that the profile knows:
-    twice `size` tokens in two chunks beside in one. By the formula alone it is the fixed time."""
-    first, second, both = (
-        sib.prefill_s(dop, [(before, new)])
-        for before, new in ((cached, size), (cached + size, size), (cached, 2 * size))
-    )
-    return max(first + second - both, 0.0)
 
 
 def largest_within(coefficients: Coefficients, *, cached: int, time_s: float) -> int:
@@ -206,9 +206,10 @@ def left_s(sib: Sib, dop: int, *, cached: int, left: int, pace: Pace) -> float:
     Counts them as if all were as one half way: they get smaller as much as later ones take longer.
     """
     once_s = sib.prefill_s(dop, [(cached, left)])
-    if next_chunk(sib, dop, cached=cached, left=left, pace=pace) == left:
+    size = next_chunk(sib, dop, cached=cached + left // 2, left=left, pace=pace)
+    if size == left:
         return once_s
-    middle = cached + left // 2
-    size = next_chunk(sib, dop, cached=middle, left=left, pace=pace)
-    more_s = added_s(sib, dop, cached=middle, size=size)
-    return once_s + more_s * (max(ceil(left / size), 2) - 1)
+    middle = cached + max(0, left - size) // 2
+    coefficients, count = sib.prefill_coefficients(dop), left / size
+    rest_s = (ceil(count) - count) * (coefficients.alpha_s + coefficients.item_s)
+    return max(once_s, sib.prefill_s(dop, [(middle, size)]) * count + rest_s)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
+from math import inf
 
 from loongd.sched.admission import never_fits
 from loongd.sched.chunks import largest_within, longest_short
@@ -39,6 +40,7 @@ URGENT_WAITS = 10
 PASS_SHARE = 0.25
 # What passes a chunk in parts takes at most this share of what is left of it.
 PART_PASS_SHARE = 0.5
+PART_PATIENCE = 2.0
 # Lengths whose times are kept between rounds.
 MAX_KNOWN = 65536
 # Before any request has finished: the decode time of so many tokens alone.
@@ -236,24 +238,35 @@ class Dispatch:
         """Sorts long prompts: urgent ones by age, others by predicted time x length.
 
         A chunk in parts is ended before prompts begin that take more than a share of what is left
-        of it: while it is paused its instances are in nobody else's group.
+        of it, and before all when it has come less far than `due_s` allows: while it is paused it
+        holds its instances, slots and memory.
         """
+        if request.part is not None and self._view.now >= self.due_s(request):
+            return (-1, 0.0, request.order)
         time_s = self._alone_s(request.num_tokens)
         if self._view.now >= self._urgent_s(request, time_s):
             return (0, 0.0, request.order)
         if request.part is not None:
-            passed_s = PART_PASS_SHARE * self._part_left_s(request.part)
+            passed_s = PART_PASS_SHARE * self._part_s(request.part)[1]
             passed = largest_within(self._costs, cached=0, time_s=passed_s)
             return (1, passed_s * passed, request.order)
         cached, left = request.done_tokens, request.undone_tokens
         left_s = time_s if cached == 0 else self._costs.alone_s(cached, left)
         return (1, left_s * left, request.order)
 
-    def _part_left_s(self, part: PrefillPlan) -> float:
-        """What is left of a chunk behind one of its parts."""
+    def due_s(self, request: Request) -> float:
+        """When the next part of its chunk is due: others may make it `PART_PATIENCE` times as long
+        as the parts before take alone. Minus infinity without one."""
+        if request.part is None:
+            return -inf
+        return request.chunk_began_s + PART_PATIENCE * self._part_s(request.part)[0]
+
+    def _part_s(self, part: PrefillPlan) -> tuple[float, float]:
+        """What a chunk takes up to the end of one of its parts, and what behind it."""
         lengths = [(item.start, item.num_tokens) for item in part.items]
         done = 1.0 if part.layers is None else part.layers.end / part.layers.total
-        return self._sib.prefill_s(part.dop, lengths) * (1.0 - done)
+        chunk_s = self._sib.prefill_s(part.dop, lengths)
+        return chunk_s * done, chunk_s * (1.0 - done)
 
     def best_long(self) -> Request | None:
         """The waiting long prompt of least rank."""

@@ -18,6 +18,7 @@ from math import inf
 from loongd.sched.allocate import Allocate
 from loongd.sched.chunks import (
     Pace,
+    alone,
     beside_part,
     first_layers,
     in_one_step,
@@ -25,11 +26,10 @@ from loongd.sched.chunks import (
     left_s,
     next_chunk,
     next_layers,
-    parts_of,
 )
 from loongd.sched.dispatch import Dispatch
 from loongd.sched.draft import Draft
-from loongd.sched.plan import PrefillPlan
+from loongd.sched.plan import Layers, PrefillPlan
 from loongd.sched.policy import Hold, Placed, StartMigrate, StartPart, StartPrefill, View
 from loongd.sched.prefilling import (
     describe_kept,
@@ -288,25 +288,39 @@ class ElasticPrefill:
         placed = put_chunk(self._draft, request, keepers, dop=dop, most=most)
         self._draft.idle -= set(group)
         members = tuple(sorted(group))
-        step_s = self._sib.prefill_s(dop, [(cached, placed.num_tokens)])
-        layers = None
-        if pace.time_s > self._view.limits.max_prefill_wait_s:
-            layers = first_layers(step_s, self._view.limits)
-        reason = self._explain(placed, members, pace, cached=cached, left=left) + why
+        layers = self._cut(members, placed.num_tokens, cached)
+        reason = self._explain(placed, members, pace, layers, cached=cached, left=left) + why
         self.started.append(StartPrefill(members, (placed,), reason, layers))
+
+    def _cut(self, members: tuple[int, ...], num_tokens: int, cached: int) -> Layers | None:
+        """The first part of a chunk that takes longer than the bound, where memory allows parts."""
+        limits, dop = self._view.limits, len(members)
+        if self._allocate.is_beside_part(members):
+            return None
+        if num_tokens > in_parts(limits).most_tokens * dop:
+            return None
+        return first_layers(self._sib.prefill_s(dop, [(cached, num_tokens)]), limits)
 
     def _pace(self, request: Request, group: Sequence[int]) -> Pace:
         """How long its next chunk on this group may take."""
-        view, unfinished, first = self._view, self._unfinished, self._first
+        limits, first = self._view.limits, self._first
         if self._allocate.is_beside_part(group):
-            return beside_part(view.limits)
-        is_only = all(r is request for r in unfinished) and (first is None or first is request)
-        if not is_only or len(group) < len(self._draft.free):
-            return in_one_step(view.limits)
-        return in_parts(view.limits)
+            return beside_part(limits)
+        others = [r for r in (*self._unfinished, first) if r is not request and r is not None]
+        if others or len(group) < len(self._draft.free):
+            return in_one_step(limits)
+        cached, left = request.kv_tokens, request.left_tokens
+        return alone(self._sib, len(group), cached=cached, left=left, limits=limits)
 
     def _explain(
-        self, placed: Placed, members: tuple[int, ...], pace: Pace, *, cached: int, left: int
+        self,
+        placed: Placed,
+        members: tuple[int, ...],
+        pace: Pace,
+        layers: Layers | None,
+        *,
+        cached: int,
+        left: int,
     ) -> str:
         request, num_tokens, dop = placed.request, placed.num_tokens, len(members)
         what = f"prefill {describe_part(placed)}"
@@ -316,10 +330,11 @@ class ElasticPrefill:
         all_s = left_s(self._sib, dop, cached=cached, left=left, pace=pace)
         fewer = ""
         if dop > 1:
-            fewer_s = left_s(self._sib, dop - 1, cached=cached, left=left, pace=pace)
+            one = in_one_step(self._view.limits)
+            fewer_s = left_s(self._sib, dop - 1, cached=cached, left=left, pace=one)
             slots = ", had it the slots" if fewer_s < all_s else ""
             fewer = f" ({fewer_s:.3f} s with one instance less{slots})"
-        num_parts = parts_of(step_s, self._view.limits) if pace.time_s > step_s else 1
+        num_parts = 1 if layers is None else -(-layers.total // layers.end)
         if num_tokens == left and not cached and num_parts == 1:
             return f"{what} {where}, predicted {step_s:.3f} s{fewer}; {kept}"
         in_parts = f" in {num_parts} parts" if num_parts > 1 else ""

@@ -99,13 +99,10 @@ class Outlook:
     def _find_common(self) -> float:
         """Until when nothing starts, whoever's step ends."""
         dispatch, allocate, now = self._dispatch, self._allocate, self._view.now
-        until_s = inf
+        until_s = min(map(self._ranks_until_s, allocate.unfinished), default=inf)
         for request in allocate.unfinished:
             if request.between_chunks:
                 until_s = min(until_s, max(map(allocate.paid_s, request.needed)))
-            urgent_s = dispatch.urgent_s(request)
-            if urgent_s > now:
-                until_s = min(until_s, urgent_s)
         if not self._someone_waits or until_s <= now:
             return until_s
         # A step that has ended has given its slots back until the next one starts.
@@ -121,6 +118,11 @@ class Outlook:
             elif not (is_behind or self._draft.held):
                 return -inf  # an instance is found or held for the first
         return until_s
+
+    def _ranks_until_s(self, request: Request) -> float:
+        """Until when an unfinished prefill goes neither before nor behind others by time alone."""
+        turns = (self._dispatch.urgent_s(request), self._dispatch.due_s(request))
+        return min([at_s for at_s in turns if at_s > self._view.now], default=inf)
 
     # ---- prompts that wait ---------------------------------------------------------------------
 

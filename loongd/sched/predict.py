@@ -14,7 +14,7 @@ from itertools import islice
 from msgspec import structs
 
 from loongd.sched.admission import never_fits
-from loongd.sched.chunks import in_one_step, in_parts, left_s
+from loongd.sched.chunks import alone, in_one_step, left_s
 from loongd.sched.draft import Draft
 from loongd.sched.instance import Step
 from loongd.sched.plan import DecodePlan, PrefillPlan
@@ -194,7 +194,9 @@ class _Queue:
 
 
 def _alone_s(sib: Sib, view: View, dop: int, num_tokens: int) -> float:
-    pace = in_parts(view.limits) if dop == len(view.free) else in_one_step(view.limits)
+    pace = in_one_step(view.limits)
+    if dop == len(view.free):
+        pace = alone(sib, dop, cached=0, left=num_tokens, limits=view.limits)
     return left_s(sib, dop, cached=0, left=num_tokens, pace=pace)
 
 

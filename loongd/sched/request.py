@@ -53,6 +53,7 @@ class Request:
         step_id: the step that it takes part in now.
         part: of a chunk that runs in parts, the last one that was started, unless that ends the
             chunk.
+        chunk_began_s, chunk_s: when the first of its parts began, and what they have taken so far.
         last_step_id: the step that it was put into last; 0 before the first.
         run_order: grows from one request that begins to run to the next; 0 before.
         limit_tokens: the most tokens that the request may ever have.
@@ -87,6 +88,8 @@ class Request:
     wanted: int | None = None
     step_id: int | None = None
     part: PrefillPlan | None = None
+    chunk_began_s: float = 0.0
+    chunk_s: float = 0.0
     last_step_id: int = 0
     run_order: int = 0
     broken: str = ""

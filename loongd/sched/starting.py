@@ -74,6 +74,8 @@ class Starter:
         state.totals.num_prefill_steps += 1
         for request in requests:
             request.part = plan if plan.pauses else None
+            if not plan.resumes:
+                request.chunk_began_s, request.chunk_s = now, 0.0
             state.tally.touch(request)
 
     def migrate(self, start: StartMigrate, now: float) -> Migrate:

@@ -110,8 +110,10 @@ class ChatTemplate:
         plain = dict(message)
         content = plain.setdefault("content", None)
         match content:
+            case None if plain["role"] == "assistant":
+                pass  # its words may be tool calls
             case None:
-                pass
+                raise RequestError(f"{where}.content is missing", param="messages")
             case str():
                 if not self._takes_strings:
                     plain["content"] = [{"type": "text", "text": content}]

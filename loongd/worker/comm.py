@@ -105,7 +105,8 @@ class DistTransport:
         try:
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                init_method=f"file://{rendezvous}",
+                # not as a URL, in which a path's "#" or "?" would end it
+                store=dist.FileStore(rendezvous, world_size),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=world_size,
                 timeout=_TIMEOUT,

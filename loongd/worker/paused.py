@@ -64,6 +64,11 @@ class PausedSteps:
             )
         return run
 
+    def num_tokens(self, step_id: int) -> int:
+        """New tokens of this instance in a step that is paused; 0 when it is not here."""
+        run = self._runs.get(step_id)
+        return 0 if run is None else len(run.layout.tokens)
+
     def forget(self, segments: Collection[int]) -> None:
         """Give up those that write any of these segments."""
         gone = [i for i, run in self._runs.items() if not run.segments.isdisjoint(segments)]

@@ -66,16 +66,17 @@ class Room:
             return False
         return True
 
-    def ran_out(self, step: RunStep) -> WorkerError:
-        """Give cached memory back after torch's OutOfMemoryError; the error to raise instead.
+    def ran_out(self, num_tokens: int) -> WorkerError:
+        """Give cached memory back after torch's OutOfMemoryError in a step of so many new tokens of
+        this instance; the error to raise instead.
 
         To be called when the first error is gone: its traceback holds the step's tensors.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return WorkerError(
-            f"out of memory in a step of {new_tokens(step, self.instance):,} new tokens on "
-            f"instance {self.instance}; {_ADVICE}"
+            f"out of memory in a step of {num_tokens:,} new tokens on instance {self.instance}; "
+            f"{_ADVICE}"
         )
 
     def _short_of_it(self, members: list[int], *, fits: bool) -> list[int]:

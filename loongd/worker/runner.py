@@ -42,7 +42,7 @@ from loongd.worker.paused import LayerRun, PausedSteps
 from loongd.worker.prefill_graphs import PrefillParts
 from loongd.worker.prefiller import Prefiller
 from loongd.worker.rehearsal import rehearse
-from loongd.worker.room import Room
+from loongd.worker.room import Room, new_tokens
 from loongd.worker.slot_table import SlotTable
 from loongd.worker.warm import SEGMENTS, warm_steps
 
@@ -206,11 +206,12 @@ class Runner:
 
         The next step can be launched before: the device does them in order.
         """
+        resumed_tokens = self._paused.num_tokens(step.resumes)
         try:
             return self._launch(step)
         except torch.OutOfMemoryError as error:
             _log.warning("step %d: %s", step.step_id, str(error))
-        raise self._room.ran_out(step)
+        raise self._room.ran_out(resumed_tokens or new_tokens(step, self._instance))
 
     def _launch(self, step: RunStep) -> Flight:
         if step.until_layer or step.resumes:

@@ -87,9 +87,9 @@ def test_a_step_that_runs_out_is_undone_and_the_next_one_runs(
         held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
 
-    def ran_out(self: Room, step: RunStep) -> WorkerError:
+    def ran_out(self: Room, num_tokens: int) -> WorkerError:
         assert held[0]() is None, "what the step had taken is still held"
-        return original(self, step)
+        return original(self, num_tokens)
 
     original = Room.ran_out
     monkeypatch.setattr(Room, "ran_out", ran_out)

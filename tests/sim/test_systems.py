@@ -153,7 +153,7 @@ def test_leaps_where_many_can_be_taken_change_nothing(policy, num_instances, slo
 
 
 @pytest.mark.parametrize(
-    ("case", "most"), list(zip(TO_LEAP, [0.10, 0.12, 0.06, 0.5, 0.04], strict=True))
+    ("case", "most"), list(zip(TO_LEAP, [0.20, 0.25, 0.07, 0.5, 0.04], strict=True))
 )
 def test_most_decode_steps_are_leapt_over(monkeypatch, case, most):
     """At most such a share of the events is told one by one."""

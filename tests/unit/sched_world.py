@@ -292,7 +292,7 @@ class World:
         limits = Limits(
             max_num_seqs=self.random.choice([2, 8, 256]),
             max_num_batched_tokens=most_batched,
-            max_step_tokens=self.random.choice([most_batched, 131072]),
+            max_step_tokens=most_batched * self.random.choice([1, 2, 4, 4, 5, 16]) + 3,
             prefill_tokens_per_instance=self.random.choice([4, 64, 512]),
             max_num_queued_reqs=self.random.choice([3, 1000]),
             max_passes=self.random.choice([1, 1000]),

@@ -72,6 +72,7 @@ STATUS: dict[str, Any] = {
         "failed": 0,
         "rejected": 0,
         "preempted": 0,
+        "lost": 2,
     },
 }
 
@@ -336,7 +337,7 @@ engine    cpu, float32, torch
 policy    fcfs
 api       http://127.0.0.1:8000
 requests  3 running, 2 waiting (10,240 tokens)
-so far    12 started: 6 finished, 1 cancelled
+so far    12 started: 6 finished, 1 cancelled, 2 begun again after a lost worker
 
 INSTANCE  STATE         PID DEVICE   PHASE    POOL
 0         ready        4300 cpu      prefill  [#####.....] 2,048/4,096

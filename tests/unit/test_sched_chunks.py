@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from sched_kit import make_sib
 
-from loongd.sched.chunks import added_s, aligned_up, in_one_step, left_s, next_chunk
+from loongd.sched.chunks import Pace, aligned_up, in_one_step, left_s, next_chunk
 from loongd.sched.policy import Limits
 from loongd.sched.sib import Sib
 from loongd.sched.sib_detail import PrefillDetail
@@ -41,7 +41,8 @@ def chunk(sib: Sib, cached: int) -> int:
 @pytest.mark.parametrize("cached", [0, 40_000, 160_000])
 def test_a_chunk_adds_its_fixed_time_where_nothing_else_is_known(cached: int) -> None:
     sib = sib_of(0.0)
-    assert added_s(sib, 1, cached=cached, size=1024) == pytest.approx(0.004)
+    halves_s = left_s(sib, 1, cached=cached, left=2048, pace=Pace(0.3, 1024))
+    assert halves_s == pytest.approx(sib.prefill_s(1, [(cached, 2048)]) + 0.004)
     assert 0.2 < sib.prefill_s(1, [(cached, chunk(sib, cached))]) <= 0.3
 
 

@@ -2,7 +2,9 @@
 between. The SIB is that of `test_sched_elastic`: 10 ms + 1 ms a token / dop."""
 
 import itertools
+import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from loongd.sched.chunks import (
 from loongd.sched.events import FreeSegments, InstanceLost
 from loongd.sched.plan import Layers, PrefillPlan
 from loongd.sched.policy import Limits
+from loongd.sched.sib import Sib
 
 BOUND_S = 0.3
 LIMITS = Limits(max_prefill_wait_s=BOUND_S, num_layers=32)
@@ -180,6 +183,61 @@ def test_a_prompt_much_longer_than_the_rest_waits_until_the_chunk_is_over():
     chunk_end_s = parts_of_long(world)[-1][1]
     assert world.prefills("other")[0][0] >= chunk_end_s
     assert world.ttft_s("long") < 1.1 * make_sib().prefill_s(2, [(0, 10_000)])
+
+
+@pytest.mark.parametrize(
+    ("num_instances", "rate", "lengths", "num_tokens"),
+    [(2, 2, [30_000], 200_000), (2, 5, [30_000], 200_000), (4, 4, [30_000, 60_000], 400_000)],
+)
+def test_a_stream_of_shorter_documents_does_not_starve_a_paused_one(
+    num_instances, rate, lengths, num_tokens
+):
+    """Each would go before it for good by its length; none waits for long either."""
+    sib = make_sib(token_s=1e-5, square_s=1e-10, fixed_s=0.01, decode_s=0.02)
+    world = VirtualTime(*[3 * num_tokens] * num_instances, sib=sib, num_layers=32)
+    world.arrive("long", num_tokens, max_tokens=1)
+    draw, at_s, number = random.Random(3), 0.05, 0
+    while not world.tokens["long"] and at_s < 60.0:
+        world.arrive(f"d{number}", draw.choice(lengths), max_tokens=5, at=at_s)
+        number, at_s = number + 1, at_s + draw.expovariate(rate)
+    assert any(plan.layers is not None for _, _, plan in parts_of_long(world))
+    alone_s = sib.prefill_s(num_instances, [(0, num_tokens)])
+    assert world.ttft_s("long") < 4 * alone_s
+    world.run()
+    assert len(world.done) == number + 1
+
+
+def test_short_prompts_beside_a_paused_chunk_leave_it_its_memory():
+    """One that fits the bound may be longer than what memory is kept for."""
+    sib = make_sib(token_s=1e-5, square_s=1e-10)
+    limits = {"max_step_tokens": 16_384, "max_num_batched_tokens": 4_096, "num_layers": 32}
+    world = VirtualTime(400_000, sib=sib, **limits)
+    world.arrive("long", 200_000, max_tokens=2)
+    while world.request("long").part is None or world.request("long").kv_tokens < 120_000:
+        world.step()
+    world.arrive("short", 15_000, max_tokens=2)
+    world.run()
+    (began_s, _, _, item), *_ = world.prefills("short")
+    before = [plan for _, end_s, plan in parts_of_long(world) if end_s <= began_s][-1]
+    assert item.num_tokens == 15_000
+    assert not before.pauses, "it waited for the end of the chunk"
+
+
+def test_chunks_above_the_bound_have_parts_whoever_waits():
+    """Nobody knows yet how fast the machine is, so chunks must not be tiny; with two prompts."""
+    profile = msgspec.structs.replace(make_sib(token_s=0.01).profile, measured=False)
+    world = VirtualTime(50_000, 50_000, sib=Sib(profile), num_layers=32)
+    world.arrive("a", 3_000, max_tokens=1)
+    world.arrive("b", 3_100, max_tokens=1, at=0.1)
+    world.run()
+    chunks = [(end_s - begin_s, plan) for begin_s, end_s, plan in world.plans if plan_is_long(plan)]
+    assert chunks
+    assert all(took_s <= BOUND_S * (1 + 1e-9) for took_s, plan in chunks if plan.layers is not None)
+    assert sum(plan.layers is not None for _, plan in chunks) > len(chunks) / 2
+
+
+def plan_is_long(plan):
+    return isinstance(plan, PrefillPlan) and plan.items[0].num_tokens >= 512
 
 
 def test_no_parts_beside_another_long_prompt():

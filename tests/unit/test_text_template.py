@@ -55,7 +55,8 @@ def test_content_with_template_syntax_is_only_text() -> None:
         ([user(5)], r"messages\[0\].content is neither"),
         ([{"content": "x"}], r"messages\[0\] is not an object with a role"),
         (["x"], r"messages\[0\] is not an object with a role"),
-        ([user(None)], "the chat template refuses these messages"),
+        ([user(None)], r"messages\[0\].content is missing"),
+        ([{"role": "system"}], r"messages\[0\].content is missing"),
     ],
 )
 def test_wrong_messages_are_the_clients_fault(messages: list[Any], words: str) -> None:

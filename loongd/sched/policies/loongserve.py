@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from loongd.sched.allocate import Allocate
 from loongd.sched.batching import Plan, Problem, best_plan
+from loongd.sched.chunks import beside_part
 from loongd.sched.dispatch import AloneTimes, Dispatch
 from loongd.sched.draft import Draft
 from loongd.sched.elastic import ElasticPrefill
@@ -253,8 +254,12 @@ class _Round:
             return
         allocate, dispatch = self._allocate, self._dispatch
         is_urgent = any(map(dispatch.is_urgent, allocate.unfinished))
+        most = beside_part(self._view.limits).most_tokens
         for instance in allocate.between_chunks(again=not is_urgent):
-            taken = dispatch.take(shorts, [instance])
+            fitting = shorts
+            if allocate.is_beside_part([instance]):
+                fitting = [request for request in shorts if request.num_tokens <= most]
+            taken = dispatch.take(fitting, [instance])
             if not taken:
                 continue
             is_late = self._forced or dispatch.is_late(taken[0])
