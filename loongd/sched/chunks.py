@@ -32,6 +32,8 @@ HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
 LEAST_LOSS = 0.025
+"""What a prompt must lose to chunks of one step before its chunks are longer: with parts a group
+stays for seconds."""
 SIZES_PER_OCTAVE = 4
 MORE_SIZES_TOKENS = 32768
 """Tokens of each member from which there are twice as many sizes: such chunks take seconds, and few

@@ -40,6 +40,8 @@ URGENT_WAITS = 10
 PASS_SHARE = 0.25
 # What passes a chunk in parts takes at most this share of what is left of it.
 PART_PASS_SHARE = 0.5
+# Others make it at most so many times as long as it takes alone, but for decode steps and short
+# prompts, which have their turns between all its parts.
 PART_PATIENCE = 2.0
 # Lengths whose times are kept between rounds.
 MAX_KNOWN = 65536
