@@ -7,7 +7,8 @@ A step is predicted to take the bound at most. A chunk may take longer, in parts
 between two of them others have their turn as between two chunks, but the group stays and holds the
 chunk's hidden states. Long chunks lose little (few queries over a long prefix are slow, and each
 chunk costs its launches and exchanges again), short ones leave the group free to change. So a chunk
-is long where no other long prompt is there, the group has all instances, and it pays.
+is as long as it must be to lose little, where no other long prompt is there and the group has all
+instances; elsewhere it is one step.
 
 Each chunk costs the step's fixed time again; where that would be more than `OVERHEAD_SHARE` of the
 chunk, the chunk is longer: by the formula a prompt loses no more than this share to being cut while
@@ -32,8 +33,7 @@ HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
 LEAST_LOSS = 0.025
-"""What a prompt must lose to chunks of one step before its chunks are longer: with parts a group
-stays for seconds."""
+"""What a prompt may lose to its chunks before they are longer: a group stays for a chunk."""
 SIZES_PER_OCTAVE = 4
 MORE_SIZES_TOKENS = 32768
 """Tokens of each member from which there are twice as many sizes: such chunks take seconds, and few
@@ -78,12 +78,15 @@ def in_parts(limits: Limits) -> Pace:
 
 
 def alone(sib: Sib, dop: int, *, cached: int, left: int, limits: Limits) -> Pace:
-    """For a long prompt on all `dop` instances with no other beside it: in parts, where chunks of
-    one step would cost it more than `LEAST_LOSS`, for with parts the group stays."""
-    one = in_one_step(limits)
-    chunks_s = left_s(sib, dop, cached=cached, left=left, pace=one)
-    once_s = sib.prefill_s(dop, [(cached, left)])
-    return in_parts(limits) if chunks_s > (1.0 + LEAST_LOSS) * once_s else one
+    """For a long prompt on all `dop` instances with no other beside it: the shortest chunks, of one
+    step or in parts, that cost it no more than `LEAST_LOSS`, for a chunk's group stays."""
+    pace, longest = in_one_step(limits), in_parts(limits)
+    most_s = (1.0 + LEAST_LOSS) * sib.prefill_s(dop, [(cached, left)])
+    while left_s(sib, dop, cached=cached, left=left, pace=pace) > most_s:
+        if 2 * pace.time_s >= longest.time_s:
+            return longest
+        pace = Pace(2 * pace.time_s, longest.most_tokens)
+    return pace
 
 
 def _beside_tokens(limits: Limits) -> int:

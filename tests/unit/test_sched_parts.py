@@ -10,12 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sched_kit import VirtualTime, make_sib
 
+from loongd.sched import chunks
 from loongd.sched.chunks import (
     HOST_S,
+    LEAST_LOSS,
+    Pace,
+    alone,
     beside_part,
     first_layers,
     in_one_step,
     in_parts,
+    left_s,
     next_chunk,
     next_layers,
     parts_of,
@@ -27,6 +32,12 @@ from loongd.sched.sib import Sib
 
 BOUND_S = 0.3
 LIMITS = Limits(max_prefill_wait_s=BOUND_S, num_layers=32)
+
+
+@pytest.fixture
+def as_long_as_possible(monkeypatch):
+    """Chunks of a lone prompt, whatever shorter ones would lose."""
+    monkeypatch.setattr(chunks, "LEAST_LOSS", -1.0)
 
 
 # -- arithmetic
@@ -76,6 +87,20 @@ def test_no_layer_of_a_chunk_takes_longer_than_the_bound(cached, left, is_alone)
     assert step_s * (1.0 if layers is None else layers.share) <= BOUND_S * 1.001
 
 
+@given(fixed_s=st.sampled_from([0.001, 0.01, 0.05]), left=st.integers(1, 10**6))
+def test_chunks_of_a_lone_prompt_are_as_short_as_they_lose_little(fixed_s, left):
+    sib = make_sib(token_s=1e-5, square_s=5e-10, fixed_s=fixed_s)
+    pace = alone(sib, 2, cached=0, left=left, limits=LIMITS)
+    most_s = (1 + LEAST_LOSS) * sib.prefill_s(2, [(0, left)])
+    if pace != in_parts(LIMITS):
+        assert left_s(sib, 2, cached=0, left=left, pace=pace) <= most_s
+    if pace != in_one_step(LIMITS):
+        half = Pace(pace.time_s / 2, pace.most_tokens)
+        shorter = half if half.time_s > 1.01 * BOUND_S else in_one_step(LIMITS)
+        if pace != in_parts(LIMITS):
+            assert left_s(sib, 2, cached=0, left=left, pace=shorter) > most_s
+
+
 # -- a prompt alone
 
 
@@ -83,6 +108,7 @@ def parts_of_long(world):
     return [(begin, end, plan) for begin, end, plan, _ in world.prefills("long")]
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_a_lone_prompt_is_one_chunk_in_parts_and_loses_little():
     world = VirtualTime(50_000, 50_000, num_layers=32)
     world.arrive("long", 10_000, max_tokens=1)
@@ -97,6 +123,7 @@ def test_a_lone_prompt_is_one_chunk_in_parts_and_loses_little():
     assert len(world.tokens["long"]) == 1
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_a_prompt_that_takes_longer_has_several_such_chunks():
     world = VirtualTime(500_000, 500_000, num_layers=4)
     world.arrive("long", 10_000, max_tokens=1)
@@ -108,6 +135,7 @@ def test_a_prompt_that_takes_longer_has_several_such_chunks():
     assert starts == sorted(starts)
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_the_story_and_the_totals_count_a_chunk_once():
     world = VirtualTime(50_000, 50_000, num_layers=32)
     world.arrive("long", 10_000, max_tokens=1)
@@ -122,6 +150,7 @@ def test_the_story_and_the_totals_count_a_chunk_once():
     assert sum(prefill.kept.values()) == 10_000
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_a_reason_tells_the_layers():
     world = VirtualTime(50_000, 50_000, num_layers=32)
     world.arrive("long", 10_000, max_tokens=1)
@@ -134,6 +163,7 @@ def test_a_reason_tells_the_layers():
 # -- others in between
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_short_prompts_come_between_two_parts():
     world = VirtualTime(50_000, 50_000, num_layers=32)
     world.arrive("long", 10_000, max_tokens=5)
@@ -147,6 +177,7 @@ def test_short_prompts_come_between_two_parts():
     assert len(world.tokens["long"]) == 5
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_decode_has_its_share_between_two_parts():
     world = VirtualTime(50_000, num_layers=32)
     world.arrive("chat", 20, max_tokens=200)
@@ -159,6 +190,7 @@ def test_decode_has_its_share_between_two_parts():
     assert len(during) > 50
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_a_second_long_prompt_runs_beside_a_paused_one_on_all_its_instances():
     """It is shorter, so it goes first; it has no parts, for memory is made for one such chunk."""
     world = VirtualTime(50_000, 50_000, num_layers=32)
@@ -174,6 +206,7 @@ def test_a_second_long_prompt_runs_beside_a_paused_one_on_all_its_instances():
     assert {plan.members for plan in before} == {(0, 1)}
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_a_prompt_much_longer_than_the_rest_waits_until_the_chunk_is_over():
     """It would keep the paused chunk's instances for long, and its memory and slots."""
     world = VirtualTime(50_000, 50_000, num_layers=32)
@@ -264,6 +297,7 @@ def paused_world():
     return world
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_a_cancelled_one_is_given_up_wherever_it_holds_memory():
     world = paused_world()
     assert world.request("long").holders == (0,)
@@ -274,6 +308,7 @@ def test_a_cancelled_one_is_given_up_wherever_it_holds_memory():
     assert len(world.tokens["s"]) == 300
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_one_that_loses_an_instance_without_its_kv_begins_again():
     world = paused_world()
     actions = world.handle(InstanceLost(world.now, 1, "killed"))
@@ -285,6 +320,7 @@ def test_one_that_loses_an_instance_without_its_kv_begins_again():
     assert len(world.tokens["long"]) == 5
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_progress_counts_layers():
     world = paused_world()
     request = world.request("long")
