@@ -73,7 +73,7 @@ class Bench:
         self._case = case
         self._random = Random(seed)
         self._sib = Sib(parse_profile(PROFILE.read_bytes(), where=str(PROFILE)))
-        limits = Limits(max_num_seqs=4096, max_num_queued_reqs=1 << 30)
+        limits = Limits(max_num_seqs=4096, max_num_queued_reqs=1 << 30, num_layers=32)
         self._scheduler = Scheduler(make_policy(policy, self._sib), limits, self._sib)
         self._now = 0.0
         self._ends: list[tuple[float, int, StepDone]] = []
