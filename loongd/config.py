@@ -88,9 +88,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_prefill_wait: Annotated[
         Seconds,
         Meta(
-            description="Seconds that a step of a long prompt may take, so that others get in: "
-            "some layers of a chunk where no other long prompt is, else a chunk; longer where a "
-            "chunk's fixed cost is high."
+            description="Seconds that a step of a long prompt may take, and so about the longest "
+            "that short ones wait for it. Shorter: they wait less, long prompts take longer."
         ),
     ] = 0.3
     decode_share: Annotated[

@@ -99,7 +99,7 @@ def _node(node: Json, queue: Json, totals: Json) -> str:
     ended = ("finished", "cancelled", "failed", "rejected", "preempted")
     counts = ", ".join(f"{totals[name]:,} {name}" for name in ended if totals[name])
     if totals["lost"]:
-        counts += f"{', ' if counts else ''}{totals['lost']:,} begun again after a lost worker"
+        counts += f"{', ' if counts else ''}{totals['lost']:,} restarted"
     tensor_parallel = node.get("tensor_parallel_size", 1)
     together = f", tensor parallel {tensor_parallel}" if tensor_parallel > 1 else ""
     waiting = f"{queue['waiting']:,} waiting"
@@ -146,12 +146,16 @@ def _groups(groups: Sequence[Json]) -> str:
     ]
     for group in groups:
         masters = _cut(numbers(group["masters"]), 14)
-        rows.append(
+        row = (
             f"{_cut(numbers(group['members']), 14):<14} {group['phase'] or '-':<8} "
             f"{group['dop']:>3} {masters:<14} {group['num_requests']:>8} "
             f"{group['step_id'] if group['step_id'] is not None else '-':>9} "
             f"{seconds(group['age_s'] or 0.0)}"
         )
+        rows.append(row)
+        if group.get("layers"):
+            done = " done" if group["phase"] == "paused" else ""
+            rows.append(f"{'':<14} {group['num_tokens']:,} tokens, layers {group['layers']}{done}")
     return "\n".join(rows)
 
 
@@ -186,6 +190,8 @@ def _entry_row(entry: Json, total_s: float) -> str:
 def _sentences(entry: Json, request_id: str) -> list[str]:
     text = (entry.get("text") or "").replace(f" of {request_id} ", " ")
     text = text.removeprefix(f"{request_id} ")
+    if entry.get("num_chunks", 1) > 1:
+        text = f"{entry['num_chunks']:,} chunks; the first: {text}"
     if entry.get("duration_s"):
         text += f" [{seconds(entry['duration_s'])}]"
     if entry.get("kept"):

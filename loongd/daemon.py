@@ -66,6 +66,7 @@ class Daemon:
         lock = node.claim(self._runtime_dir)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(os.close, lock)
+            node.check_address(self._config.host, self._config.port)
             model = await open_checkpoint(self._config, partial(self._on_progress, None))
             speed = Speed(
                 self._config,

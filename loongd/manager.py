@@ -134,7 +134,7 @@ class GlobalManager:
         if self._exclusive is not None:
             self._exclusive.put(lost)
         self._steps.clear()
-        self._apply(*(InstanceLost(now, one, lost.message) for one in sorted(self._instances)))
+        self._apply(*(InstanceLost(now, i, lost.words(i)) for i in sorted(self._instances)))
         self._instances.clear()
         self._ledger.instances(0, num_instances)
         why = f"instance {lost.instance}: {lost.message}"
@@ -352,12 +352,7 @@ class GlobalManager:
     def status(self) -> dict[str, Any]:
         """A JSON-able snapshot: node, instances, groups, pool, queue, totals."""
         snapshot = self._scheduler.snapshot()
-        waiting = sum(
-            len(live.submission.prompt)
-            for live in self._live.values()
-            if live.stream.timings.prefill_started_s is None
-        )
-        engine = engine_status(snapshot, self._instances, self._pool.pids, waiting)
+        engine = engine_status(snapshot, self._instances, self._pool.pids)
         engine["totals"]["rejected"] = self._ledger.num_rejected
         engine["totals"]["failed"] -= self._ledger.num_rejected
         facts = self.node | {"state": self._state(), "max_model_len": self.max_model_len}

@@ -5,14 +5,18 @@ Knows: defaults that depend on the user and the environment. Does not know: mode
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import socket
 from pathlib import Path
 from typing import NamedTuple
 
 from loongd.config import Config
 from loongd.errors import ConfigError
 
+_MOST_PATH_BYTES = 80
+"""A socket's path has 107, and the daemon's sockets have names in its directory."""
 _LEAST_PINNED = 4
 """Cores of a worker on a CPU from which on it keeps to its own."""
 
@@ -26,6 +30,11 @@ def runtime_dir(config: Config) -> Path:
         f"{fallback}/loongd" if fallback else f"/tmp/loongd-{user}"
     )
     path = Path(chosen).absolute()
+    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
+        raise ConfigError(
+            f"runtime_dir {path} has {len(os.fsencode(path))} bytes, of which a socket's path "
+            f"leaves room for {_MOST_PATH_BYTES}"
+        )
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
@@ -35,6 +44,20 @@ def runtime_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"runtime_dir {path}: {error.strerror or error}") from None
     return path
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ConfigError when another server listens there; before what takes long."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                one.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # of the others the server itself is a better judge
+            where = f"{host}:{port}"
+            raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
 
 
 def claim(directory: Path) -> int:

@@ -57,6 +57,11 @@ class WorkerLost:
     instance: int
     message: str
 
+    def words(self, instance: int) -> str:
+        """Why an instance is gone: all start again with the one that was lost."""
+        culprit = "" if instance == self.instance else f"with {self.instance}: "
+        return culprit + self.message
+
 
 PoolEvent = StepDone | StepFailed | Audit | WorkerLost
 OnProgress = Callable[[int, str, float], None]

@@ -29,7 +29,6 @@ def engine_status(
     snapshot: Snapshot,
     ready: Mapping[int, Ready],
     pids: Mapping[int, Sequence[int]],
-    waiting_tokens: int,
 ) -> dict[str, Any]:
     """Instances, groups, pool, queue and totals of a snapshot."""
     pool, totals = snapshot.pool, snapshot.totals
@@ -49,7 +48,7 @@ def engine_status(
         "queue": {
             "waiting": snapshot.num_waiting,
             "running": snapshot.num_running,
-            "waiting_tokens": waiting_tokens,
+            "waiting_tokens": snapshot.num_waiting_tokens,
         },
         "totals": {
             "started": totals.num_arrived,
@@ -109,6 +108,7 @@ def _group(group: GroupStatus) -> dict[str, Any]:
         "num_tokens": group.num_tokens,
         "masters": list(group.masters),
         "step_id": group.step_id,
+        "layers": group.layers,
         "age_s": round(time.monotonic() - group.started_s, 4),
     }
 
@@ -166,6 +166,7 @@ def story_json(request_id: str, story: Story) -> dict[str, Any]:
                 "masters": list(entry.masters),
                 "kept": {str(instance): kept for instance, kept in entry.kept.items()},
                 "num_steps": entry.num_steps,
+                "num_chunks": entry.num_chunks,
                 "num_tokens": entry.num_tokens,
                 "duration_s": round(entry.duration_s, 4),
             }

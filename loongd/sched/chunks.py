@@ -3,16 +3,16 @@
 Knows: the arithmetic of chunks and their parts, from the SIB. Does not know: who waits, where
 anything is.
 
-A step is predicted to take the bound at most. A chunk may take longer, in parts of so many layers:
-between two of them others have their turn as between two chunks, but the group stays and holds the
-chunk's hidden states. Long chunks lose little (few queries over a long prefix are slow, and each
-chunk costs its launches and exchanges again), short ones leave the group free to change. So a chunk
-is as long as it must be to lose little, where no other long prompt is there and the group has all
-instances; elsewhere it is one step.
+A step is predicted to take `max_prefill_wait_s` at most, the bound. A chunk may take longer, in
+parts of so many layers that each keeps to it: between two of them others have their turn as between
+two chunks, but the group stays and holds the chunk's hidden states. Short chunks lose much (few
+queries over a long prefix are slow, and each chunk costs its launches and exchanges again), long
+ones keep their group for long. So a chunk is as long as it must be to lose little, where no other
+long prompt is there and the group has all instances; elsewhere it is one step.
 
 Each chunk costs the step's fixed time again; where that would be more than `OVERHEAD_SHARE` of the
 chunk, the chunk is longer: by the formula a prompt loses no more than this share to being cut while
-nobody else waits. That has parts too, or others wait so much longer.
+nobody else waits. Such a chunk runs in parts as well, unless another one is paused there.
 
 Lengths are rounded to a few sizes, the same for every prompt: GPU libraries plan for each pair of
 lengths (45 to 80 ms with cuDNN, once), and equal parts keep the group's members in step. The last
@@ -29,6 +29,7 @@ from loongd.sched.policy import Limits
 from loongd.sched.sib import Coefficients, Sib
 
 OVERHEAD_SHARE = 0.05
+"""Of a chunk's time, at most, what it costs to be a step of its own."""
 HOST_S = 0.003
 """Of each chunk, beside the step's own fixed time: a decision, its message, a worker's geometry and
 slot lists (0.5 to 1.3 ms for 8,192 tokens after 56,000), the answers."""
@@ -95,8 +96,8 @@ def _beside_tokens(limits: Limits) -> int:
 
 
 def first_layers(step_s: float, limits: Limits) -> Layers | None:
-    """The first part of a chunk that takes so long; None when that is within the bound, or the
-    model's layers are not known."""
+    """The first part of a chunk that takes so long; None when that is within the bound, or when
+    `num_layers` is 1. A part has one layer at least."""
     num_parts = parts_of(step_s, limits)
     if num_parts == 1:
         return None

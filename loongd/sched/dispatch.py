@@ -136,7 +136,7 @@ class Dispatch:
                 head = request
             elif head.num_passed + num_behind >= limits.max_passes:
                 return
-            is_short = request.num_tokens <= self._short_tokens
+            is_short = self.is_short(request)
             kind, most = (shorts, MAX_SHORTS) if is_short else (longs, MAX_LONGS)
             if committed + need > total_slots:
                 if self.blocked is None:
@@ -208,11 +208,15 @@ class Dispatch:
         running = self._view.running.values()
         return sum(r.committed_tokens for r in running if r.order > head.order)
 
+    def is_short(self, request: Request) -> bool:
+        """One instance computes it within the bound, or soon after, and one has room for it."""
+        return request.num_tokens <= self._short_tokens
+
     # ---- order ---------------------------------------------------------------------------------
 
     def waited_s(self, request: Request) -> float:
-        """Seconds since it arrived."""
-        return self._view.now - request.arrived_s
+        """Seconds since it began to wait."""
+        return self._view.now - request.queued_s
 
     def late_s(self, request: Request) -> float:
         """When it has waited for as long as its prefill takes, or for the bound: from then on a
@@ -245,11 +249,24 @@ class Dispatch:
         """
         if request.part is not None and self._view.now >= self.due_s(request):
             return (-1, 0.0, request.order)
+        return self._rank(request, request.part)
+
+    def ahead_s(self, other: Request, request: Request) -> float:
+        """Seconds, of one instance, of an unfinished prefill that go before a waiting one: all that
+        is left of it, or what is left of its chunk in parts, or none."""
+        rank = self.rank(request)
+        if self._rank(other, None) < rank:
+            return self._costs.alone_s(other.done_tokens, other.undone_tokens)
+        if other.part is not None and self.rank(other) < rank:
+            return other.part.dop * self._part_s(other.part)[1]
+        return 0.0
+
+    def _rank(self, request: Request, part: PrefillPlan | None) -> tuple[int, float, int]:
         time_s = self._alone_s(request.num_tokens)
         if self._view.now >= self._urgent_s(request, time_s):
             return (0, 0.0, request.order)
-        if request.part is not None:
-            passed_s = PART_PASS_SHARE * self._part_s(request.part)[1]
+        if part is not None:
+            passed_s = PART_PASS_SHARE * self._part_s(part)[1]
             passed = largest_within(self._costs, cached=0, time_s=passed_s)
             return (1, passed_s * passed, request.order)
         cached, left = request.done_tokens, request.undone_tokens

@@ -1,9 +1,11 @@
 """Long prefills in elastic chunks: between two of them anything may happen to the instances.
 
-Beyond the paper. A long prompt is computed in chunks of bounded time (`sched.chunks`). KV of
-finished chunks stays where it is, so those instances are in the group of every later chunk; any
-other instance may join for one chunk and leave after it. After a chunk the decoding requests
-there get their share of the time that it took, and short prompts their turn, before the next.
+Beyond the paper. A long prompt is computed in chunks, and one that takes longer than the bound in
+parts of so many layers (`sched.chunks`). KV of finished chunks stays where it is, so those
+instances are in the group of every later chunk; any other instance may join for one chunk and
+leave after it. After a chunk, and after each part of one, the decoding requests there get their
+share of the time that it took, and short prompts their turn, before the next; but a chunk's group
+stays to its end.
 
 The best long prompt (`Dispatch.rank`) goes first. One that waits finds its first instance in this
 order: an empty one, one whose decoding requests can move, then, once it has waited for the bound,
@@ -338,9 +340,10 @@ class ElasticPrefill:
         if num_tokens == left and not cached and num_parts == 1:
             return f"{what} {where}, predicted {step_s:.3f} s{fewer}; {kept}"
         in_parts = f" in {num_parts} parts" if num_parts > 1 else ""
+        rest = "" if num_tokens == left else f", {all_s:.3f} s for all that is left"
         return (
-            f"{what} {where}, predicted {step_s:.3f} s{in_parts} of {all_s:.3f} s left{fewer}, so "
-            f"that others get in between; {kept}"
+            f"{what} {where}, predicted {step_s:.3f} s{in_parts}{rest}{fewer}, so that others get "
+            f"in between; {kept}"
         )
 
     def _describe_wait(self, request: Request) -> str:

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from loongd.sched.admission import never_fits
 from loongd.sched.chunks import alone, in_one_step, left_s
+from loongd.sched.dispatch import AloneTimes, Dispatch
 from loongd.sched.draft import Draft
 from loongd.sched.instance import Step
 from loongd.sched.plan import DecodePlan, PrefillPlan
@@ -111,7 +112,7 @@ def _after_others(sib: Sib, view: View, request: Request) -> Prediction:
     draft = Draft(view)
     alive = [i for i in view.instances.values() if i.alive]
     if not alive:
-        return Prediction(0, (), 0.0, 0.0, "no instance is ready")
+        return Prediction(0, (), 0.0, 0.0, "no instance is ready; it would wait until some are")
     give_up = never_fits(request, draft.known_slots)
     if give_up is not None:
         return Prediction(0, (), 0.0, 0.0, give_up.message)
@@ -119,8 +120,9 @@ def _after_others(sib: Sib, view: View, request: Request) -> Prediction:
         return Prediction(0, (), 0.0, 0.0, _describe_lost(request, draft))
     steps = {i.step.step_id: i.step for i in alive if i.step is not None}
     step_s = min((_left_of(sib, step, view.now) for step in steps.values()), default=0.0)
-    is_short = sib.prefill_s(1, [(0, request.num_tokens)]) <= view.limits.max_prefill_wait_s
-    queue = _Queue(view, request, is_short=is_short)
+    dispatch = Dispatch(view, draft, sib, AloneTimes(sib))
+    is_short = dispatch.is_short(request)
+    queue = _Queue(view, request, dispatch, is_short=is_short)
     ahead_s, num_ahead = queue.ahead(sib)
     before, num_more = queue.admitted_first(draft)
     slots = wait_for_slots(view, draft, sib, request, before, num_more)
@@ -152,9 +154,11 @@ class _Queue:
     """Who goes before `request`, as far as is looked at: all, or, before a short one, those that
     are not much longer."""
 
-    def __init__(self, view: View, request: Request, *, is_short: bool) -> None:
+    def __init__(self, view: View, request: Request, dispatch: Dispatch, *, is_short: bool) -> None:
         self._view = view
         self._request = request
+        self._dispatch = dispatch
+        self._is_short = is_short
         self._most = request.num_tokens * PASSED_LENGTHS if is_short else 1 << 62
         self._seen = list(islice(view.waiting, MAX_DEPTH))
         self._before = [other for other in self._seen if other.left_tokens <= self._most]
@@ -169,14 +173,13 @@ class _Queue:
     def ahead(self, sib: Sib) -> tuple[float, int]:
         """Prefill seconds on one instance, and number, of the requests that go first."""
         unfinished = islice(self._view.tally.unfinished.values(), MAX_DEPTH)
-        started = [other for other in unfinished if other.undone_tokens <= self._most]
-        started_s, before_s = (
-            sum(sib.prefill_s(1, [(other.done_tokens, other.undone_tokens)]) for other in requests)
-            for requests in (started, self._before)
-        )
+        started = [self._dispatch.ahead_s(other, self._request) for other in unfinished]
+        if self._is_short:  # it has its turn between two of their chunks, or parts of them
+            started = []
+        before_s = sum(sib.prefill_s(1, [(0, other.left_tokens)]) for other in self._before)
         num_before = len(self._before) + self._num_more(self._before)
         before_s *= num_before / max(1, len(self._before))
-        return started_s + before_s, len(started) + num_before
+        return sum(started) + before_s, sum(map(bool, started)) + num_before
 
     def admitted_first(self, draft: Draft) -> tuple[Sequence[Request], int]:
         """Those that get their slots first, and how many more like them. A short request passes

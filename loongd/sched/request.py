@@ -66,6 +66,7 @@ class Request:
         num_losses: running steps that it lost because an instance died.
         num_passed: requests behind it that started while it was the head of the queue.
         arrived_s, first_token_s: when that was; the latter None before.
+        queued_s: when it began to wait, the last time.
         migrated_s: when its KV was last moved; minus infinity when never.
     """
 
@@ -97,6 +98,7 @@ class Request:
     num_preemptions: int = 0
     num_passed: int = 0
     arrived_s: float = 0.0
+    queued_s: float = field(init=False)
     first_token_s: float | None = None
     migrated_s: float = -inf
     # These follow from the lengths above; `generate` keeps them right, for they are read far more
@@ -108,6 +110,7 @@ class Request:
 
     def __post_init__(self) -> None:
         reserved = self.prompt_tokens + self.reserve_tokens
+        self.queued_s = self.arrived_s
         self.limit_tokens = self.prompt_tokens + self.max_tokens
         self.num_tokens = self.prompt_tokens + self.num_generated
         self.committed_tokens = max(reserved, self.num_tokens + 1)
@@ -165,6 +168,11 @@ class Request:
         """Enter `phase`. Raises AssertionError when that is not legal from the present one."""
         assert phase in LEGAL[self.phase], f"{self.request_id}: {self.phase} -> {phase}"
         self.phase = phase
+
+    def wait_again(self, now: float) -> None:
+        """It has lost its KV."""
+        self.move(Phase.WAITING)
+        self.queued_s = now
 
     def is_last(self, token: int) -> bool:
         """Whether `token`, when it is drawn next, may be the last one."""

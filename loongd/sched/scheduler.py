@@ -143,8 +143,8 @@ class Scheduler:
             needs_history=event.needs_history,
             arrived_s=event.now,
         )
-        known = state.find(request.request_id) or state.ending.get(request.request_id)
-        assert known is None, f"{request.request_id} exists already"
+        known = state.find(event.request_id) or state.ending.get(event.request_id)
+        assert known is None, f"{event.request_id} exists already"
         text = (
             f"{request.request_id} arrived: {request.prompt_tokens:,} prompt tokens, up to "
             f"{request.max_tokens:,} more ({request.reserve_tokens:,} reserved); "
@@ -350,7 +350,7 @@ class Scheduler:
     def _requeue(self, request: Request, entry: StoryEntry) -> None:
         """Drop the KV of a running request; it waits at the front to prefill again."""
         self._free(request, entry.text)
-        request.move(Phase.WAITING)
+        request.wait_again(entry.at_s)
         del self._state.running[request.request_id]
         self._state.tally.touch(request)
         self._state.waiting.requeue(request)

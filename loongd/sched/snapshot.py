@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loongd.sched.instance import Step
-from loongd.sched.plan import DecodePlan, MigratePlan
+from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 from loongd.sched.state import State
 
 
@@ -27,8 +27,9 @@ class InstanceStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """A step in flight and the instances that run it; `kind` is prefill, decode or
-    migrate."""
+    """A step in flight and the instances that run it; `kind` is prefill, decode or migrate, or
+    paused for a chunk between two parts. `layers` says which of a chunk in parts run, or how many
+    are done."""
 
     step_id: int
     kind: str
@@ -37,6 +38,7 @@ class GroupStatus:
     num_requests: int
     num_tokens: int
     started_s: float
+    layers: str = ""
 
     @property
     def dop(self) -> int:
@@ -81,6 +83,7 @@ class Snapshot:
     groups: tuple[GroupStatus, ...]
     pool: PoolStatus
     num_waiting: int
+    num_waiting_tokens: int
     num_running: int
     num_ending: int
     held: tuple[int, ...]
@@ -98,6 +101,7 @@ def take_snapshot(state: State) -> Snapshot:
         groups=_groups(state),
         pool=PoolStatus(total, used, free, min(free, sum(reserved.values()))),
         num_waiting=len(state.waiting),
+        num_waiting_tokens=sum(request.num_tokens for request in state.waiting),
         num_running=len(state.running),
         num_ending=len(state.ending),
         held=state.hold.instances if state.hold else (),
@@ -116,13 +120,14 @@ def _reserved(state: State) -> dict[int, int]:
 
 def _instances(state: State, reserved: Mapping[int, int]) -> tuple[InstanceStatus, ...]:
     statuses: list[InstanceStatus] = []
+    paused = {i for part in _paused(state) for i in part.members}
     for instance in sorted(state.instances):
         view = state.instances[instance]
         if not view.alive:
             statuses.append(InstanceStatus(instance, False, "lost", None, 0, 0, 0, 0))
             continue
         step = view.step
-        doing = "idle" if step is None else _kind(step)
+        doing = ("paused" if instance in paused else "idle") if step is None else _kind(step)
         used = state.pool.used_slots(instance)
         free = view.slots - used
         statuses.append(
@@ -145,12 +150,15 @@ def _groups(state: State) -> tuple[GroupStatus, ...]:
     for step_id, step in sorted(state.steps.items()):
         plan = step.plan
         masters: tuple[int, ...] = ()
+        layers = ""
         if isinstance(plan, DecodePlan):
             masters, num_tokens = plan.masters, len(plan.items)
         elif isinstance(plan, MigratePlan):
             num_tokens = plan.num_tokens
         else:
             num_tokens = sum(item.num_tokens for item in plan.items)
+            if plan.layers is not None:
+                layers = f"{plan.layers.first} to {plan.layers.end} of {plan.layers.total}"
         groups.append(
             GroupStatus(
                 step_id=step_id,
@@ -160,9 +168,31 @@ def _groups(state: State) -> tuple[GroupStatus, ...]:
                 num_requests=len(step.requests),
                 num_tokens=num_tokens,
                 started_s=step.started_s,
+                layers=layers,
+            )
+        )
+    for part in _paused(state):
+        (item,), done = part.items, part.layers
+        assert done is not None
+        groups.append(
+            GroupStatus(
+                step_id=part.step_id,
+                kind="paused",
+                members=part.members,
+                masters=(),
+                num_requests=1,
+                num_tokens=item.num_tokens,
+                started_s=state.running[item.request_id].chunk_began_s,
+                layers=f"{done.end} of {done.total}",
             )
         )
     return tuple(groups)
+
+
+def _paused(state: State) -> list[PrefillPlan]:
+    """The last parts of chunks that are between two of them."""
+    found = [r.part for r in state.running.values() if r.step_id is None and r.part is not None]
+    return sorted(found, key=lambda part: part.step_id)
 
 
 def _kind(step: Step) -> str:

@@ -60,7 +60,7 @@ class Starter:
         plan = PrefillPlan(step_id, members, items, start.layers, before.step_id)
         self._begin_prefill(plan, (request,), now)
         entry = StoryEntry(now, "prefill", start.reason, group=members)
-        self._state.stories.begin_chunk(request.request_id, entry)
+        self._state.stories.begin_chunk(request.request_id, entry, is_part=True)
         return RunPrefill(plan, start.reason)
 
     def _begin_prefill(self, plan: PrefillPlan, requests: tuple[Request, ...], now: float) -> None:

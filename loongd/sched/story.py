@@ -33,6 +33,7 @@ class StoryEntry(msgspec.Struct):
         masters: members that are master of any request of the step.
         kept: where the request's KV was put by a prefill, instance to tokens.
         num_steps: finished steps in this entry.
+        num_chunks: of a prefill, chunks that the entry tells of; the text is of the first.
         num_tokens: tokens computed in them for this request.
         duration_s: time that they took.
     """
@@ -44,6 +45,7 @@ class StoryEntry(msgspec.Struct):
     masters: tuple[int, ...] = ()
     kept: Mapping[int, int] = msgspec.field(default_factory=lambda: NOTHING_KEPT)
     num_steps: int = 0
+    num_chunks: int = 1
     num_tokens: int = 0
     duration_s: float = 0.0
 
@@ -103,8 +105,9 @@ class StoryBook:
                 entry = StoryEntry(at_s, "decode", reason, group=group, masters=masters)
                 self.add(request.request_id, entry)
 
-    def begin_chunk(self, request_id: str, entry: StoryEntry) -> None:
-        """A later chunk of a prefill begins: a new entry, unless the last one is of this group."""
+    def begin_chunk(self, request_id: str, entry: StoryEntry, *, is_part: bool = False) -> None:
+        """A later chunk of a prefill begins, or a later part of one: a new entry, unless the last
+        one is of this group."""
         last = self._live[request_id].entries[-1]
         if last.event != "prefill" or last.group != entry.group:
             self.add(request_id, entry)
@@ -113,6 +116,7 @@ class StoryBook:
         for instance, num_tokens in entry.kept.items():
             kept[instance] = kept.get(instance, 0) + num_tokens
         last.kept = kept
+        last.num_chunks += not is_part
 
     def steps_done(
         self,

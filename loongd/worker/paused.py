@@ -1,6 +1,6 @@
 """Steps that stop between two layers, so that others run in between.
 
-Knows: how far a step has come, and which of them wait for their rest. Between two layers a step
+Knows: how far a step has come, and which of them have layers left. Between two layers a step
 holds its hidden states, the next layer's queries, keys and values, and its slots; the K and V of
 the layers that are done are in the pool.
 Does not know: why a step pauses, what runs meanwhile, when it goes on.
@@ -52,11 +52,11 @@ class PausedSteps:
         self._runs: dict[int, LayerRun] = {}
 
     def put(self, step_id: int, run: LayerRun) -> None:
-        """It waits for its rest."""
+        """It has layers left."""
         self._runs[step_id] = run
 
     def take(self, step: RunStep) -> LayerRun:
-        """The one whose rest `step` is. Raises PlanError when it is not here."""
+        """The one whose other layers `step` runs. Raises PlanError when it is not here."""
         run = self._runs.pop(step.resumes, None)
         if run is None:
             raise PlanError(
@@ -76,7 +76,7 @@ class PausedSteps:
             del self._runs[step_id]
 
     def keep(self, segments: Collection[int]) -> None:
-        """Give up those that write other segments than these."""
+        """Give up each that writes any segment not among these."""
         gone = [i for i, run in self._runs.items() if not run.segments.issubset(segments)]
         for step_id in gone:
             del self._runs[step_id]

@@ -337,7 +337,7 @@ engine    cpu, float32, torch
 policy    fcfs
 api       http://127.0.0.1:8000
 requests  3 running, 2 waiting (10,240 tokens)
-so far    12 started: 6 finished, 1 cancelled, 2 begun again after a lost worker
+so far    12 started: 6 finished, 1 cancelled, 2 restarted
 
 INSTANCE  STATE         PID DEVICE   PHASE    POOL
 0         ready        4300 cpu      prefill  [#####.....] 2,048/4,096

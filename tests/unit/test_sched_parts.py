@@ -25,7 +25,7 @@ from loongd.sched.chunks import (
     next_layers,
     parts_of,
 )
-from loongd.sched.events import FreeSegments, InstanceLost
+from loongd.sched.events import FreeSegments, InstanceJoined, InstanceLost
 from loongd.sched.plan import Layers, PrefillPlan
 from loongd.sched.policy import Limits
 from loongd.sched.sib import Sib
@@ -146,7 +146,8 @@ def test_the_story_and_the_totals_count_a_chunk_once():
     (prefill,) = [entry for entry in entries if entry.event == "prefill"]
     assert prefill.num_tokens == 10_000
     assert prefill.num_steps == len(parts_of_long(world))
-    assert "in 17 parts" in prefill.text or "parts of" in prefill.text
+    assert "in 32 parts (" in prefill.text
+    assert prefill.num_chunks == 1
     assert sum(prefill.kept.values()) == 10_000
 
 
@@ -337,3 +338,53 @@ def test_layers_know_their_share():
     assert Layers(0, 8, 32).share == 0.25
     assert Layers(0, 8, 32).pauses
     assert not Layers(24, 32, 32).pauses
+
+
+@pytest.mark.usefixtures("as_long_as_possible")
+@pytest.mark.parametrize("num_tokens", [100, 600])
+def test_a_prompt_that_goes_before_a_paused_one_is_not_told_to_wait_for_it(num_tokens):
+    """A short one, and one that is not but passes the chunk."""
+    world = paused_world()
+    world.scheduler._sib = world.sib
+    found = world.scheduler.predict(num_tokens, 4, world.now)
+    assert found.queue_s < 0.5
+    world.arrive("next", num_tokens, max_tokens=4)
+    world.run()
+    assert world.ttft_s("next") == pytest.approx(found.queue_s + found.prefill_s, abs=0.5)
+
+
+@pytest.mark.usefixtures("as_long_as_possible")
+def test_a_prompt_that_waits_for_the_chunk_is_told_to():
+    world = paused_world()
+    world.scheduler._sib = world.sib
+    left_of_chunk_s = make_sib().prefill_s(2, [(0, 10_000)]) * 29 / 32
+    found = world.scheduler.predict(9_000, 4, world.now)
+    assert 0.9 * left_of_chunk_s < found.queue_s < 1.5 * left_of_chunk_s
+
+
+@pytest.mark.usefixtures("as_long_as_possible")
+def test_the_snapshot_shows_what_is_paused():
+    world = paused_world()
+    snapshot = world.scheduler.snapshot()
+    (paused,) = [group for group in snapshot.groups if group.kind == "paused"]
+    part = world.request("long").part.layers
+    assert (paused.members, paused.num_tokens) == ((0, 1), 10_000)
+    assert paused.layers == f"{part.end} of 32"
+    assert "paused" in [instance.doing for instance in snapshot.instances]
+    world.run()
+    assert not world.scheduler.snapshot().groups
+
+
+def test_the_wait_of_one_that_begins_again_counts_from_its_loss():
+    world = VirtualTime(50_000, num_layers=32)
+    world.arrive("long", 2_000, max_tokens=5)
+    world.run(until=1.0)
+    world.now = 1.5
+    world.handle(InstanceLost(world.now, 0, "with 1: killed"))
+    assert world.scheduler.snapshot().num_waiting_tokens == 2_000
+    world.ends.clear()
+    world.now = 2.0
+    world.handle(InstanceJoined(world.now, 0, 50_000))
+    story = world.scheduler.story("long")
+    assert "it has waited for 0.500 s" in story.entries[-1].text
+    assert "instance 0 was lost (with 1: killed)" in story.entries[-2].text

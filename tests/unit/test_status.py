@@ -12,7 +12,7 @@ def test_totals_count_what_the_scheduler_has_done() -> None:
     world.arrive("long", 5_000, max_tokens=1, at=0.5)
     world.run(until=0.6)
     (move,) = world.moves()
-    totals = engine_status(world.scheduler.snapshot(), {}, {}, 0)["totals"]
+    totals = engine_status(world.scheduler.snapshot(), {}, {})["totals"]
     assert totals["migrations"] == 1
     assert totals["migrated_tokens"] == move.num_tokens > 0
     assert totals["started"] == 3
