@@ -126,7 +126,7 @@ class GlobalManager:
 
     async def _recover(self, lost: WorkerLost, starts: Starts, on_progress: OnProgress) -> None:
         """Start the pool again; requests wait meanwhile and are prefilled again after."""
-        words = "instance %d is lost: %s; all start again, then %d requests go on"
+        words = "instance %d is lost: %s; all start again, then requests go on: %d"
         _log.error(words, lost.instance, lost.message, len(self._live))
         now, num_instances = time.monotonic(), len(self._instances)
         # Members of a broken exchange may wait for ever, so all workers go.

@@ -319,7 +319,7 @@ def _limits(
             f"This model's maximum context length is {limit} tokens. However, you requested "
             f"{num_prompt + wanted} tokens ({num_prompt} in the prompt, {wanted} in the "
             "completion). Please reduce the length of the prompt or the completion.",
-            param,
+            "max_tokens" if checked.max_tokens and room > 0 else param,
         )
     if checked.max_tokens is not None:
         max_tokens = reserve = checked.max_tokens
