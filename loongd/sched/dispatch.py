@@ -243,9 +243,9 @@ class Dispatch:
     def rank(self, request: Request) -> tuple[int, float, int]:
         """Sorts long prompts: urgent ones by age, others by predicted time x length.
 
-        A chunk in parts is ended before prompts begin that take more than a share of what is left
-        of it, and before all when it has come less far than `due_s` allows: while it is paused it
-        holds its instances, slots and memory.
+        A chunk in parts is finished before prompts begin that take more than a share of what is
+        left of it, and before all when it has come less far than `due_s` allows: while it is paused
+        it holds its instances, slots and memory.
         """
         if request.part is not None and self._view.now >= self.due_s(request):
             return (-1, 0.0, request.order)

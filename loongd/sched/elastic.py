@@ -339,10 +339,10 @@ class ElasticPrefill:
         num_parts = 1 if layers is None else -(-layers.total // layers.end)
         if num_tokens == left and not cached and num_parts == 1:
             return f"{what} {where}, predicted {step_s:.3f} s{fewer}; {kept}"
-        in_parts = f" in {num_parts} parts" if num_parts > 1 else ""
+        cut = f" in {num_parts} parts" if num_parts > 1 else ""
         rest = "" if num_tokens == left else f", {all_s:.3f} s for all that is left"
         return (
-            f"{what} {where}, predicted {step_s:.3f} s{in_parts}{rest}{fewer}, so that others get "
+            f"{what} {where}, predicted {step_s:.3f} s{cut}{rest}{fewer}, so that others get "
             f"in between; {kept}"
         )
 
