@@ -58,7 +58,7 @@ def test_others_clients_that_leave_and_dead_workers_between_parts(smollm2_dir: P
         (expected,) = _token_ids(undisturbed)
         story = json.loads(server.ctl("story", undisturbed[0][1]["id"], "--json").stdout)
         prefill = next(entry for entry in story["entries"] if entry["event"] == "prefill")
-        assert " parts " in prefill["text"], prefill
+        assert " parts" in prefill["text"], prefill
         assert prefill["num_tokens"] == len(LONG)
         assert prefill["num_steps"] > 3
 
