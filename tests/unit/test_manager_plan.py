@@ -88,3 +88,23 @@ def test_the_reservation_of_a_submission_counts_not_its_limit():
     # Of 6,000 slots 3,000 are left; with its limit instead, `b` would need 3,100.
     timings = manager.submit(submission("b", 200, 2_900, 100)).timings
     assert not timings.is_rough_ttft
+
+
+def test_a_live_request_is_found_by_a_part_of_its_id_that_no_other_has():
+    manager = make_manager()
+    for name in ("cmpl-doc-A-20690fac", "cmpl-doc-B-1", "cmpl-x-0", "cmpl-x-1"):
+        manager.submit(submission(name, 10, 5, 5))
+    for part in ("doc-A", "20690fac", "cmpl-doc-A-20690fac"):
+        assert manager.story(part)["request_id"] == "cmpl-doc-A-20690fac"
+    assert manager.story("doc-B")["request_id"] == "cmpl-doc-B-1"
+    assert manager.story("doc") is None, "two have it"
+    assert manager.story("nobody") is None
+
+
+def test_a_part_of_an_id_is_not_taken_for_one_of_several_choices():
+    manager = make_manager()
+    for name in ("cmpl-y-0", "cmpl-y-1"):
+        manager.submit(submission(name, 10, 5, 5))
+    del manager._live["cmpl-y-0"]  # it has ended
+    assert manager.story("cmpl-y") is None, "the API looks for cmpl-y-0 and those after it"
+    assert manager.story("cmpl-y-0")["request_id"] == "cmpl-y-0"
