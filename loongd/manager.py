@@ -370,10 +370,11 @@ class GlobalManager:
     def story(self, request_id: str) -> dict[str, Any] | None:
         """A JSON-able account of one request's life; None when unknown. While it is live, a part of
         its id will do that no other live one has."""
-        find, alike = self._scheduler.story, [i for i in self._live if request_id in i]
-        story = find(request_id)
-        if story is None and len(alike) == 1 and find(f"{request_id}-0") is None:  # no choices
-            request_id, story = alike[0], find(alike[0])
+        story = (find := self._scheduler.story)(request_id)
+        if story is None and find(f"{request_id}-0") is None:  # nor is it one of several choices
+            alike = [one for one in self._live if request_id in one]
+            if len(alike) == 1:
+                request_id, story = alike[0], find(alike[0])
         return None if story is None else story_json(request_id, story)
 
     def plan(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any] | None:

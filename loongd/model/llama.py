@@ -37,6 +37,17 @@ LINEAR_CHUNK_TOKENS = 8192
 14,336 columns in bf16 under 0.8 GB of intermediates, however long the input."""
 
 
+def run_until(layers: Generator[int, None, Tensor], layer: int = 0) -> Tensor | None:
+    """Drive `Llama.layers` up to that one: None; or, if it is 0 or not ahead, to what they return
+    at the end."""
+    try:
+        while next(layers) != layer:
+            pass
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    return None
+
+
 class Llama:
     """A decoder with its weights; stateless between calls."""
 
@@ -87,12 +98,9 @@ class Llama:
                 `attention` must not. For inputs of one chunk.
         """
         inputs = (tokens_T, positions_T, lengths_T)
-        layers = self.layers(*inputs, attention, rows_B=rows_B, store=store)
-        while True:
-            try:
-                next(layers)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
+        hidden = run_until(self.layers(*inputs, attention, rows_B=rows_B, store=store))
+        assert hidden is not None
+        return hidden
 
     def layers(
         self,

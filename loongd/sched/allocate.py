@@ -122,15 +122,17 @@ class Allocate:
     def is_beside_part(self, group: Iterable[int]) -> bool:
         """A chunk of another prompt is paused, or runs in parts, on an instance of the group: its
         hidden states take a part of the memory for steps there."""
-        return any(not set(members).isdisjoint(group) for members in self._paused)
+        return bool(self._held_by_parts(group))
+
+    def _held_by_parts(self, group: Iterable[int]) -> set[int]:
+        """Instances of the chunks in parts that need one of the group."""
+        wanted = set(group)
+        return {i for members in self._paused if not wanted.isdisjoint(members) for i in members}
 
     def stalled(self, group: Sequence[int]) -> list[int]:
         """Open instances that have nothing to do while the group runs: the rest of those on which
         a chunk is paused that needs an instance of the group too. Most room first."""
-        draft, found = self._draft, set[int]()
-        for members in self._paused:
-            if not set(members).isdisjoint(group):
-                found.update(members)
+        draft, found = self._draft, self._held_by_parts(group)
         open_to = [i for i in found if i not in group and i not in draft.component_of]
         return sorted(filter(self.is_open, open_to), key=lambda i: (-draft.free[i], i))
 

@@ -8,7 +8,8 @@ parts of so many layers that each keeps to it: between two of them others have t
 two chunks, but the group stays and holds the chunk's hidden states. Short chunks lose much (few
 queries over a long prefix are slow, and each chunk costs its launches and exchanges again), long
 ones keep their group for long. So a chunk is as long as it must be to lose little, where no other
-long prompt is there and the group has all instances; elsewhere it is one step.
+long prompt has begun, or waits behind its first chunk, and the group has all instances; elsewhere
+it is one step.
 
 Each chunk costs the step's fixed time again; where that would be more than `OVERHEAD_SHARE` of the
 chunk, the chunk is longer: by the formula a prompt loses no more than this share to being cut while

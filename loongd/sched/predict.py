@@ -122,7 +122,7 @@ def _after_others(sib: Sib, view: View, request: Request) -> Prediction:
     step_s = min((_left_of(sib, step, view.now) for step in steps.values()), default=0.0)
     dispatch = Dispatch(view, draft, sib, AloneTimes(sib))
     is_short = dispatch.is_short(request)
-    queue = _Queue(view, request, dispatch, is_short=is_short)
+    queue = _Queue(view, request, dispatch)
     ahead_s, num_ahead = queue.ahead(sib)
     before, num_more = queue.admitted_first(draft)
     slots = wait_for_slots(view, draft, sib, request, before, num_more)
@@ -154,12 +154,12 @@ class _Queue:
     """Who goes before `request`, as far as is looked at: all, or, before a short one, those that
     are not much longer."""
 
-    def __init__(self, view: View, request: Request, dispatch: Dispatch, *, is_short: bool) -> None:
+    def __init__(self, view: View, request: Request, dispatch: Dispatch) -> None:
         self._view = view
         self._request = request
         self._dispatch = dispatch
-        self._is_short = is_short
-        self._most = request.num_tokens * PASSED_LENGTHS if is_short else 1 << 62
+        self._is_short = dispatch.is_short(request)
+        self._most = request.num_tokens * PASSED_LENGTHS if self._is_short else 1 << 62
         self._seen = list(islice(view.waiting, MAX_DEPTH))
         self._before = [other for other in self._seen if other.left_tokens <= self._most]
         self._num_unseen = 0
@@ -173,9 +173,9 @@ class _Queue:
     def ahead(self, sib: Sib) -> tuple[float, int]:
         """Prefill seconds on one instance, and number, of the requests that go first."""
         unfinished = islice(self._view.tally.unfinished.values(), MAX_DEPTH)
-        started = [self._dispatch.ahead_s(other, self._request) for other in unfinished]
-        if self._is_short:  # it has its turn between two of their chunks, or parts of them
-            started = []
+        started: list[float] = []
+        if not self._is_short:  # which has its turn between two of their chunks, or parts of them
+            started = [self._dispatch.ahead_s(other, self._request) for other in unfinished]
         before_s = sum(sib.prefill_s(1, [(0, other.left_tokens)]) for other in self._before)
         num_before = len(self._before) + self._num_more(self._before)
         before_s *= num_before / max(1, len(self._before))

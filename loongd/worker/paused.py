@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from loongd.errors import PlanError
+from loongd.model.llama import run_until
 from loongd.wire import RunStep
 from loongd.worker.attention import EspAttention
 from loongd.worker.layout import StepLayout
@@ -34,15 +35,12 @@ class LayerRun:
 
         Raises PlanError when there is no such layer ahead.
         """
-        try:
-            while next(self.layers) != until_layer:
-                pass
-        except StopIteration as end:
-            if until_layer:
-                raise PlanError(f"no layer {until_layer} is ahead to pause before") from None
-            return end.value  # type: ignore[no-any-return]
-        self.attention.settle()
-        return None
+        hidden_BD = run_until(self.layers, until_layer)
+        if hidden_BD is None:
+            self.attention.settle()
+        elif until_layer:
+            raise PlanError(f"no layer {until_layer} is ahead to pause before")
+        return hidden_BD
 
 
 class PausedSteps:

@@ -152,6 +152,20 @@ def test_the_story_and_the_totals_count_a_chunk_once():
 
 
 @pytest.mark.usefixtures("as_long_as_possible")
+def test_the_sib_learns_from_the_whole_chunk(monkeypatch):
+    """Its layers may differ."""
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    seen = []
+    monkeypatch.setattr(world.sib, "observe_prefill", lambda *args: seen.append(args))
+    world.scheduler._sib = world.sib
+    world.arrive("long", 10_000, max_tokens=1)
+    world.run()
+    ((dop, items, elapsed_s),) = seen
+    assert (dop, items) == (2, [(0, 10_000)])
+    assert elapsed_s == pytest.approx(make_sib().prefill_s(2, [(0, 10_000)]))
+
+
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_a_reason_tells_the_layers():
     world = VirtualTime(50_000, 50_000, num_layers=32)
     world.arrive("long", 10_000, max_tokens=1)
@@ -219,6 +233,24 @@ def test_a_prompt_much_longer_than_the_rest_waits_until_the_chunk_is_over():
     assert world.ttft_s("long") < 1.1 * make_sib().prefill_s(2, [(0, 10_000)])
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
+def test_a_second_long_prompt_leaves_a_paused_one_its_memory():
+    """Tokens behind a long prefix are slow, so that few of them are a long chunk."""
+    limits = {"max_step_tokens": 700, "max_num_batched_tokens": 175, "num_layers": 32}
+    world = VirtualTime(400_000, sib=make_sib(square_s=1e-8), **limits)
+    world.arrive("long", 200_000, max_tokens=1)
+    while world.request("long").part is None or world.request("long").kv_tokens < 100_000:
+        world.step()
+    world.arrive("other", 500, max_tokens=1)
+    world.run()
+    for began_s, _, plan, item in world.prefills("other"):
+        before = [part for _, end_s, part in parts_of_long(world) if end_s <= began_s][-1]
+        assert before.pauses, "it goes first"
+        assert plan.layers is None
+        assert item.num_tokens + before.items[0].num_tokens <= 700
+
+
+@pytest.mark.usefixtures("as_long_as_possible")
 @pytest.mark.parametrize(
     ("num_instances", "rate", "lengths", "num_tokens"),
     [(2, 2, [30_000], 200_000), (2, 5, [30_000], 200_000), (4, 4, [30_000, 60_000], 400_000)],
@@ -274,14 +306,28 @@ def plan_is_long(plan):
     return isinstance(plan, PrefillPlan) and plan.items[0].num_tokens >= 512
 
 
+@pytest.mark.usefixtures("as_long_as_possible")
 def test_no_parts_beside_another_long_prompt():
-    """Instances may be dealt out anew after each chunk."""
+    """Instances may be dealt out anew after each chunk, as soon as the other waits for them."""
+    world = VirtualTime(50_000, num_layers=4)
+    world.arrive("a", 4_000, max_tokens=1)
+    world.arrive("b", 4_100, max_tokens=1, at=0.02)
+    world.run()
+    (_, _, first, _), *others = world.prefills("a")
+    assert first.layers is not None, "it was alone"
+    later = [plan for _, _, plan, item in others if item.start]
+    assert later
+    assert all(plan.layers is None for plan in later)
+    assert any(plan.layers is not None for _, _, plan, _ in world.prefills("b")), "alone again"
+
+
+def test_no_parts_where_an_instance_is_left_out():
+    """It may join for the next chunk."""
     world = VirtualTime(50_000, 50_000, num_layers=32)
     world.arrive("chat", 30, max_tokens=2_000)
-    world.arrive("a", 4_000, max_tokens=1, at=0.2)
-    world.arrive("b", 4_100, max_tokens=1, at=0.21)
+    world.arrive("long", 4_000, max_tokens=1, at=0.2)
     world.run(until=2.0)
-    assert all(plan.layers is None for _, _, plan in world.plans if isinstance(plan, PrefillPlan))
+    assert all(plan.layers is None for _, _, plan in parts_of_long(world))
 
 
 # -- what becomes of a paused chunk
@@ -351,6 +397,15 @@ def test_a_prompt_that_goes_before_a_paused_one_is_not_told_to_wait_for_it(num_t
     world.arrive("next", num_tokens, max_tokens=4)
     world.run()
     assert world.ttft_s("next") == pytest.approx(found.queue_s + found.prefill_s, abs=0.5)
+
+
+@pytest.mark.usefixtures("as_long_as_possible")
+def test_a_part_that_runs_is_waited_for_and_not_its_chunk():
+    world = VirtualTime(50_000, 50_000, num_layers=32)
+    world.scheduler._sib = world.sib
+    world.arrive("long", 10_000, max_tokens=5)
+    part_s = make_sib().prefill_s(2, [(0, 10_000)]) / 32
+    assert world.scheduler.predict(100, 4, 0.05).queue_s == pytest.approx(part_s - 0.05)
 
 
 @pytest.mark.usefixtures("as_long_as_possible")
