@@ -19,7 +19,8 @@ Layouts of a batch in decode
 launches such a step kernel by kernel and waits for it.
 `gpu_idle` is the share of the time of consecutive steps in which no kernel ran, by torch.profiler;
 `gpu_gaps` counts only the idle spans of 20 us and more: kernels that follow each other in a CUDA
-graph have about 1 us between them.
+graph have about 1 us between them. `kernels_us` (with --kernels) is what each kernel takes of a
+step, all of its launches together, under the profiler.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,8 @@ _MOST_SHARED = 256
 _SPARE_TOKENS = 1024
 """Slots beyond what the largest case holds."""
 _GAP_US = 20.0
+_NAME_LETTERS = 80
+"""Of a kernel's name, which may be a whole template."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,17 @@ class Bench:
             self._run(decoding, self._args.steps)
         self._harness.runner.keep([])
         spans = [
-            (event.time_range.start, event.time_range.end)
+            (event.time_range.start, event.time_range.end, event.name)
             for event in profile.events() or ()
             if event.device_type == DeviceType.CUDA
         ]
-        row.gpu_idle, row.gpu_gaps = idle_shares(spans)
+        row.gpu_idle, row.gpu_gaps = idle_shares([(start, end) for start, end, _ in spans])
+        if self._args.kernels:
+            taken: Counter[str] = Counter()
+            for start, end, name in spans:
+                taken[name[:_NAME_LETTERS]] += end - start
+            steps = self._args.steps + self._args.queued
+            row.kernels_us = {name: round(us / steps, 2) for name, us in taken.most_common()}
 
     def _begin(self, case: Case, layout: Layout) -> Decoding:
         """The case's batch, after a few steps."""
@@ -245,11 +255,14 @@ def run_rank(rank: int, setup: Setup, args: argparse.Namespace, directory: str) 
             write()
     # last, since a profiler may slow down whatever runs after it
     for case, row in measured:
-        if harness.on_gpu and case.kind == "decode" and case.batch >= _LEAST_PROFILED:
+        profiled = args.kernels or case.batch >= _LEAST_PROFILED
+        if harness.on_gpu and case.kind == "decode" and profiled:
             bench.profile(case, row)
             if rank == 0:
                 shares = f"gpu_idle {row.gpu_idle}, gpu_gaps {row.gpu_gaps}"
                 print(f"{row.case:16} {row.layout:7} {shares}", file=sys.stderr, flush=True)
+                for name, us in (row.kernels_us or {}).items():
+                    print(f"  {us:10.1f} us  {name}", file=sys.stderr, flush=True)
                 write()
     harness.barrier()
 
@@ -266,6 +279,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--queued", action="store_true", help="launch steps one ahead in decode")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a run")
+    parser.add_argument("--kernels", action="store_true", help="what each kernel takes of decode")
     parser.add_argument("--case-budget-s", type=float, default=31, help="of a prefill case")
     parser.add_argument(
         "--max-pool-tokens", type=int, help="larger layouts are left out; default: by the shape"

@@ -87,6 +87,7 @@ class Row:
     host_ms: float | None = None
     gpu_idle: float | None = None
     gpu_gaps: float | None = None
+    kernels_us: dict[str, float] | None = None
 
 
 def finished(rows: list[Row], shape: str) -> list[dict[str, Any]]:
