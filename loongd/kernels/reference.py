@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from loongd.kernels.division import Division
+from loongd.kernels.fresh import Fresh
 
 _FLAG_TIMEOUT_S = 30.0
 _GREEDY_TEMPERATURE = 1e-5
@@ -36,10 +37,15 @@ def split_kv(
     max_q: int = 1,
     k_ends: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    tickets: Tensor | None = None,
+    fresh: Fresh | None = None,
     tiling: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Few queries a span over the pool; see `kernels.gpu.attend.split_kv`."""
-    del max_q, tiling
+    del max_q, tickets, tiling
+    if fresh is not None:
+        q_TNH, k_TKH = q_TNH.clone(), fresh.k.clone()
+        rope_store_kv(q_TNH, k_TKH, fresh.v, fresh.cos, fresh.sin, fresh.slots, k_SKH, v_SKH)
     begins, ends = (cu_k, k_ends) if k_ends is not None else (cu_k[:-1], cu_k[1:])
     keys = list(zip(begins.tolist(), ends.tolist(), strict=True))
     q_ends = cu_q.tolist() if cu_q is not None else list(range(len(keys) + 1))

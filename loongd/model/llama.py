@@ -30,7 +30,8 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_TNH, k_TKH, v_TKH) -> out_TNH; q and k are rotated, v may be a view with gaps."""
 
 Store = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""(layer, q_TNH, k_TKH, v_TKH, cos_TH, sin_TH), q and k not rotated yet."""
+"""(layer, q_TNH, k_TKH, v_TKH, cos_TH, sin_TH), q and k not rotated yet; leaves what it does not do
+of that to the layer's `Attention`."""
 
 LINEAR_CHUNK_TOKENS = 8192
 """Tokens that pass through the linear layers at once: plenty to fill a GPU, and for an MLP of
@@ -94,8 +95,8 @@ class Llama:
             rows_B: the rows (int64) that are wanted, in order; None for all. The last layer stores
                 the KV of all tokens, but computes nothing else for the others, and `attention` may
                 give its output for the wanted ones alone there.
-            store: rotates queries and keys in place and stores keys and values, in one; then
-                `attention` must not. For inputs of one chunk.
+            store: rotates queries and keys in place and stores keys and values, in one, or has
+                `attention` do that, which else must not. For inputs of one chunk.
         """
         inputs = (tokens_T, positions_T, lengths_T)
         hidden = run_until(self.layers(*inputs, attention, rows_B=rows_B, store=store))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from loongd.kernels.dispatch import pick
+from loongd.kernels.fresh import Fresh
 from loongd.kernels.merge import merge_state_
 from loongd.kernels.sampling import best_tokens
 from loongd.model.llama import Llama
@@ -56,11 +57,33 @@ class DecodeParts:
 class GroupAttention:
     """One layer's attention of a decode step, as `loongd.model.llama.Attention`."""
 
-    def __init__(self, parts: DecodeParts, shape: DecodeShape, columns: Tensor) -> None:
+    def __init__(
+        self, parts: DecodeParts, shape: DecodeShape, columns: Tensor, tickets: Tensor
+    ) -> None:
+        """`tickets` as for `split_kv`."""
         self._parts = parts
         self._shape = shape
         self._columns = columns
+        self._tickets = tickets
         self._split_kv = pick("attend", columns.device).split_kv
+        self._store_at_once = storing(parts.kv, columns[SLOT])
+        self._fresh: Fresh | None = None
+        """What the layer's attention will store."""
+
+    def store(
+        self,
+        layer: int,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cos_TH: Tensor,
+        sin_TH: Tensor,
+    ) -> None:
+        """As `loongd.model.llama.Store`; left to attention, unless queries must travel first."""
+        if self._shape.asks:
+            self._store_at_once(layer, q_TNH, k_TKH, v_TKH, cos_TH, sin_TH)
+        else:
+            self._fresh = Fresh(k_TKH, v_TKH, cos_TH, sin_TH, self._columns[SLOT])
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Ask the holders, attend to what is here, answer others, merge in group order."""
@@ -69,7 +92,8 @@ class GroupAttention:
         if peers is None or not asks:
             # nothing is merged into it, so that it may be of the model's type
             lse = torch.empty(q_TNH.shape[:2], dtype=torch.float32, device=q_TNH.device)
-            out, _ = self._over_pool(layer, q_TNH, BEGIN, out=(q_TNH.new_empty(q_TNH.shape), lse))
+            out = q_TNH.new_empty(q_TNH.shape)
+            self._over_pool(layer, q_TNH, BEGIN, out=(out, lse), fresh=self._fresh)
             self.answer(layer)
             return out
         q_TNH = q_TNH.contiguous()
@@ -93,7 +117,13 @@ class GroupAttention:
             peers.answered(peer)
 
     def _over_pool(
-        self, layer: int, q_RNH: Tensor, column: int, *, out: tuple[Tensor, Tensor] | None = None
+        self,
+        layer: int,
+        q_RNH: Tensor,
+        column: int,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
+        fresh: Fresh | None = None,
     ) -> tuple[Tensor, Tensor]:
         parts = self._parts
         found: tuple[Tensor, Tensor] = self._split_kv(
@@ -106,6 +136,8 @@ class GroupAttention:
             k_ends=self._columns[column + END - BEGIN],
             scale=parts.scale,
             out=out,
+            tickets=self._tickets,
+            fresh=fresh,
         )
         return found
 
@@ -113,8 +145,11 @@ class GroupAttention:
 class DecodeStep:
     """The kernels of one shape of step over fixed tensors; run as it is, or captured."""
 
-    def __init__(self, parts: DecodeParts, shape: DecodeShape, drawn_B: Tensor) -> None:
-        """`drawn_B` (int64): the last step's tokens, read and then overwritten."""
+    def __init__(
+        self, parts: DecodeParts, shape: DecodeShape, drawn_B: Tensor, tickets: Tensor
+    ) -> None:
+        """`drawn_B` (int64): the last step's tokens, read and then overwritten; `tickets` as for
+        `split_kv`."""
         self._parts = parts
         self.shape = shape
         self._drawn_B = drawn_B
@@ -123,7 +158,8 @@ class DecodeStep:
         width = max(shape.bucket, 4)
         device = drawn_B.device
         self.numbers = torch.zeros((height, width), dtype=torch.int32, device=device)
-        self._attention = GroupAttention(parts, shape, self.numbers[:, : shape.bucket])
+        rows = self.numbers[:, : shape.bucket]
+        self._attention = GroupAttention(parts, shape, rows, tickets)
         self.logits_BV: Tensor | None = None
 
     def run(self) -> None:
@@ -140,9 +176,8 @@ class DecodeStep:
         tokens = torch.where(source >= 0, drawn, rows[TOKEN].long())
         parts.table.slots_S.index_copy_(0, rows[ENTRY].long(), rows[SLOT])
         positions = rows[POSITION].long()
-        store = storing(parts.kv, rows[SLOT])
         hidden_TD = parts.model.forward(
-            tokens, positions, positions + 1, self._attention, store=store
+            tokens, positions, positions + 1, self._attention, store=self._attention.store
         )
         self.logits_BV = parts.model.head(hidden_TD)
         self._drawn_B[:bucket].copy_(best_tokens(self.logits_BV))
@@ -177,6 +212,8 @@ class DecodeGraphs:
         device = parts.kv.device
         self._graphs: Recent[DecodeShape, tuple[DecodeStep, Captured]] = Recent(device)
         self.drawn_B = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=device)
+        num_tickets = BUCKETS[-1] * parts.kv.k_LSKH.shape[2]
+        self._tickets = torch.zeros(num_tickets, dtype=torch.int32, device=device)
         self._on_gpu = device.type == "cuda"
         self._pool: Any = graph_pool(device) if pool is None else pool
         self._tokens = deque(
@@ -232,12 +269,12 @@ class DecodeGraphs:
         return self._graphs.of(shape, self._capture)
 
     def _capture(self, shape: DecodeShape) -> tuple[DecodeStep, Captured]:
-        step = DecodeStep(self._parts, shape, self.drawn_B)
+        step = DecodeStep(self._parts, shape, self.drawn_B, self._tickets)
         return step, capture(step.run, step.numbers, self._pool)
 
     def _run_once(self, shape: DecodeShape) -> Tensor | None:
         """The logits (B, V), if this worker has any."""
-        step = DecodeStep(self._parts, shape, self.drawn_B)
+        step = DecodeStep(self._parts, shape, self.drawn_B, self._tickets)
         step.numbers[SOURCE] = step.numbers[SLOT] = -1
         step.numbers[ENTRY] = self._parts.table.scratch
         step.run()

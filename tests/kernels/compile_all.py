@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from loongd.kernels.fresh import Fresh
 from loongd.kernels.gpu import (
     attend,
     draw,
@@ -94,6 +95,11 @@ def _attention(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> 
     cu = torch.tensor([0, 1, 2], dtype=torch.int32)
     attend.split_kv(q[:2], k, k, slots, None, cu, scale=1.0)
     attend.split_kv(q[:2], k, k, slots.int(), None, cu[:2], k_ends=cu[1:], scale=1.0)
+    tickets = torch.zeros(2 * kv_heads, dtype=torch.int32)
+    one: dict[str, Any] = {"k_ends": cu[1:], "scale": 1.0, "tickets": tickets}
+    attend.split_kv(q[:2], k, k, slots.int(), None, cu[:2], **one)
+    fresh = Fresh(k[:2], k[:2], q[:2, 0], q[:2, 0], slots.int()[:2])
+    attend.split_kv(q[:2], k, k, slots.int(), None, cu[:2], fresh=fresh, **one)
     cu_q = torch.tensor([0, 16, 32], dtype=torch.int32)
     most = attend.MAX_DECODE_ROWS // (heads // kv_heads)
     attend.split_kv(q[:32], k, k, slots, cu_q, cu, scale=1.0, max_q=most)

@@ -10,12 +10,18 @@ import torch
 import triton
 from torch import Tensor
 
-from loongd.kernels.gpu.attend_kernels import attend_shares, merge_shares
+from loongd.kernels.fresh import Fresh
+from loongd.kernels.gpu.attend_kernels import attend_shares
+from loongd.kernels.gpu.attend_merge import merge_shares
 from loongd.kernels.gpu.plan import Tiling, decode_tiling, extend_tiling, merging, plan_tiles
 
 LOG2_E = 1.4426950408889634
 MAX_DECODE_ROWS = 64
 """Rows (queries x heads of a kv head) of a span up to which `split_kv` takes it."""
+_LEAST_BLOCKS = 3
+"""Blocks of keys of a share at least: one is mostly waiting, and each share is to be merged."""
+_MERGED_ROWS = 64
+"""Rows of parts that a program merges at a time."""
 
 
 def split_kv(
@@ -30,6 +36,8 @@ def split_kv(
     max_q: int = 1,
     k_ends: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    tickets: Tensor | None = None,
+    fresh: Fresh | None = None,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Few queries a span over the pool: float32 out_TNH and lse_TN (natural logarithm).
@@ -48,6 +56,11 @@ def split_kv(
         k_ends: (B,) int32 ends of the spans' slots, where there are gaps between the spans.
         out: contiguous float32 out_TNH and lse_TN to write into, on this device or on a peer's
             that is mapped here; new by default.
+        tickets: int32 zeros, a spans' and kv heads' product of them or more, and zeros again
+            afterwards; with them there is one kernel instead of two. Calls with the same ones
+            must follow each other in one stream.
+        fresh: each span's last key and value; they are rotated and stored, as are the queries, one
+            a span, rotated first (not in place). Wants `tickets`.
         tiling: sizes of the launch; by default those measured best.
     """
     k_begins, k_ends = (cu_k, k_ends) if k_ends is not None else (cu_k[:-1], cu_k[1:])
@@ -60,10 +73,13 @@ def split_kv(
         out = _empty_like(q_TNH)
     if num_spans == 0:
         return out
+    assert tickets is None or len(tickets) >= num_spans * k_SKH.shape[1]
+    assert fresh is None or (tickets is not None and cu_q is None)
     ends = torch.empty(num_spans + 1, dtype=torch.int32, device=q_TNH.device)
     tables = (cu_q, k_begins, k_ends, None, ends)
     work = (num_spans, max_q * group)
-    _launch(q_TNH, k_SKH, v_SKH, slots, tables, out, work, scale, tiling, causal=False)
+    more = (tickets, fresh)
+    _launch(q_TNH, k_SKH, v_SKH, slots, tables, out, work, scale, tiling, more=more)
     return out
 
 
@@ -155,9 +171,11 @@ def _launch(
     scale: float,
     tiling: Tiling,
     *,
-    causal: bool,
+    causal: bool = False,
+    more: tuple[Tensor | None, Fresh | None] = (None, None),
 ) -> None:
-    """`work` is the number of tiles and the most rows of a span."""
+    """`work` is the number of tiles and the most rows of a span; `more` are tickets and what is
+    fresh."""
     cu_q, k_begins, k_ends, tiles, ends = tables
     num_tiles, most_rows = work
     num_heads, head_dim = q_TNH.shape[1:]
@@ -175,7 +193,11 @@ def _launch(
         "PLANNED": tiles is not None,
         "HAS_CU_Q": cu_q is not None,
         "TILE_COST": 0 if tiles is not None else 1,
+        "LEAST": 1 if tiles is not None else _LEAST_BLOCKS,
     }
+    tickets, fresh = more
+    tile_rows = min(most_rows, tiling.block_m)
+    merge_rows = triton.next_power_of_2(tile_rows)
     attend_shares[(num_kv_heads, shares)](
         q_TNH,
         k_SKH,
@@ -189,6 +211,8 @@ def _launch(
         *state,
         part,
         part_lse,
+        tickets,
+        *_fresh_tensors(fresh),
         num_tiles,
         num_heads,
         q_TNH.stride(0),
@@ -197,6 +221,7 @@ def _launch(
         k_SKH.stride(1),
         v_SKH.stride(0),
         v_SKH.stride(1),
+        *_fresh_strides(fresh),
         scale * LOG2_E,
         **shape,
         BLOCK_K=tiling.block_k,
@@ -205,10 +230,15 @@ def _launch(
         CAUSAL=causal,
         WHOLE=tiling.whole and shape["BLOCK_H"] == head_dim,
         PRECISION="ieee",
+        TICKETS=tickets is not None,
+        FRESH=fresh is not None,
+        ROWS=merge_rows,
+        BLOCK_P=max(1, _MERGED_ROWS // merge_rows),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    tile_rows = min(most_rows, tiling.block_m)
+    if tickets is not None:
+        return
     merge = merging(tiling, num_tiles, tile_rows)
     row_chunks = triton.cdiv(tile_rows, merge.rows)
     merge_shares[(num_tiles, num_kv_heads, row_chunks)](
@@ -226,3 +256,16 @@ def _launch(
         BLOCK_P=merge.parts,
         num_warps=merge.num_warps,
     )
+
+
+def _fresh_tensors(fresh: Fresh | None) -> tuple[Tensor | None, ...]:
+    if fresh is None:
+        return (None,) * 5
+    return fresh.k, fresh.v, fresh.cos, fresh.sin, fresh.slots
+
+
+def _fresh_strides(fresh: Fresh | None) -> tuple[int, ...]:
+    if fresh is None:
+        return (0,) * 6
+    heads = (*fresh.k.stride()[:2], *fresh.v.stride()[:2])
+    return (*heads, fresh.cos.stride(0), fresh.sin.stride(0))

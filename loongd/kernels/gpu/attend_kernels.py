@@ -1,10 +1,12 @@
-"""The two kernels of attention over keys anywhere in memory: shares, and their merge.
+"""Attention over keys anywhere in memory.
 
 Knows: one kernel that walks a flat list of work (tile of queries x block of keys), cut into as
-many equal shares as programs run at once, and a second one that merges the shares of a tile.
+many equal shares as programs run at once. Shares of a tile are merged by another kernel
+(`attend_merge`), or by whichever of them ends last.
 So a batch of one long and many short requests keeps the whole device busy, the grid does not
 depend on the data, and no share is larger than another. Where tiles may be a block or two long,
 what one costs beside its blocks counts as TILE_COST blocks ahead of them.
+A tile may be a new token that is rotated and stored here too (`attend_fresh`).
 Does not know: tensors, who launches.
 
 A tile is up to BLOCK_M rows of one span; row `r` is query `r // GROUP` and head `r % GROUP` of the
@@ -17,6 +19,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loongd.kernels.gpu.attend_fresh import fresh_queries
+from loongd.kernels.gpu.attend_merge import (
+    answer_without_keys,
+    first_block,
+    merge_last,
+    shares_of,
+    store_rows,
+    tile_queries,
+    used_shares,
+)
+
 
 @triton.jit
 def _count_ends(ends_ptr, num_tiles, target, BLOCK_T: tl.constexpr):
@@ -27,13 +40,6 @@ def _count_ends(ends_ptr, num_tiles, target, BLOCK_T: tl.constexpr):
         ends = tl.load(ends_ptr + 1 + at, mask=at < num_tiles, other=2147483647)
         count += tl.sum((ends <= target).to(tl.int32), 0)
     return count
-
-
-@triton.jit
-def _first_share(num_shares, total, share):
-    """First block of a share: no more shares than blocks, so that none in between is empty."""
-    used = tl.minimum(num_shares, total).to(tl.int64)
-    return (tl.minimum(share, used) * total // tl.maximum(used, 1)).to(tl.int32)
 
 
 @triton.jit
@@ -130,6 +136,12 @@ def attend_shares(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
+    tickets_ptr,
+    k_new_ptr,
+    v_new_ptr,
+    cos_ptr,
+    sin_ptr,
+    new_slots_ptr,
     num_tiles,
     num_heads,
     stride_qt,
@@ -138,6 +150,12 @@ def attend_shares(
     stride_kk,
     stride_vs,
     stride_vk,
+    stride_nkt,
+    stride_nkk,
+    stride_nvt,
+    stride_nvk,
+    stride_ct,
+    stride_st,
     scale_log2,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -152,12 +170,24 @@ def attend_shares(
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_COST: tl.constexpr,
+    LEAST: tl.constexpr,
+    TICKETS: tl.constexpr,
+    FRESH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
-    """One share of the work for one kv head; grid (kv heads, shares).
+    """One share of the work for one kv head; grid (kv heads, shares). A share has LEAST blocks.
 
     PLANNED: `tiles_ptr` (T, 5) and `ends_ptr` (T + 1) come from the host, with TILE_COST 0.
     Otherwise each span is one tile, the list is derived from the spans' first slots and ends
     (`k_begins_ptr`, `k_ends_ptr`), and `ends_ptr` is written for `merge_shares`.
+
+    TICKETS (not PLANNED): the last share of a tile merges its first ROWS rows, BLOCK_P parts at a
+    time; `tickets_ptr` counts them, by tile and head.
+
+    FRESH (not PLANNED, a query a span): queries are not rotated yet, and key and value of each
+    span's last slot are rows of `k_new_ptr` and `v_new_ptr`, to be stored unless its entry in
+    `new_slots_ptr`, which is that slot, is below 0.
     """
     head = tl.program_id(0)
     share = tl.program_id(1)
@@ -165,6 +195,7 @@ def attend_shares(
     if PLANNED:
         total = tl.load(ends_ptr + num_tiles)
         ends_T = at_T
+        num_empty = 0
     else:
         real_T = at_T < num_tiles
         k_begin = tl.load(k_begins_ptr + at_T, mask=real_T, other=0)
@@ -172,11 +203,13 @@ def attend_shares(
         blocks_T = (k_end - k_begin + BLOCK_K - 1) // BLOCK_K
         ends_T = tl.cumsum(tl.where(blocks_T > 0, blocks_T + TILE_COST, 0), 0)
         total = tl.max(ends_T, 0)
+        num_empty = tl.sum((real_T & (blocks_T <= 0)).to(tl.int32), 0)
         if (head == 0) & (share == 0):
             tl.store(ends_ptr, 0)
             tl.store(ends_ptr + 1 + at_T, ends_T, mask=real_T)
-    lo = _first_share(tl.num_programs(1), total, share)
-    hi = _first_share(tl.num_programs(1), total, share + 1)
+    used = used_shares(tl.num_programs(1), total, LEAST)
+    lo = first_block(share, used, total)
+    hi = first_block(share + 1, used, total)
     if PLANNED:
         first = _count_ends(ends_ptr, num_tiles, lo, BLOCK_T)
         last = _count_ends(ends_ptr, num_tiles, hi - 1, BLOCK_T)
@@ -185,22 +218,20 @@ def attend_shares(
         last = tl.sum((ends_T <= hi - 1).to(tl.int32), 0)
     # a share without blocks has hi = lo = total: `first` is past the end and the loop is empty
     for tile in range(first, last + 1):
+        q_start, q_len, row0 = tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED, HAS_CU_Q)
         if PLANNED:
             tile_lo = tl.load(ends_ptr + tile)
             tile_hi = tl.load(ends_ptr + tile + 1)
-        else:
-            tile_lo = tl.max(tl.where(at_T < tile, ends_T, 0), 0)
-            tile_hi = tl.max(tl.where(at_T <= tile, ends_T, 0), 0)
-        q_start, q_len, row0 = _tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED, HAS_CU_Q)
-        if PLANNED:
             k_start = tl.load(tiles_ptr + tile * 5 + 2)
             k_len = tl.load(tiles_ptr + tile * 5 + 3)
         else:
+            tile_lo = tl.max(tl.where(at_T < tile, ends_T, 0), 0)
+            tile_hi = tl.max(tl.where(at_T <= tile, ends_T, 0), 0)
             k_start = tl.load(k_begins_ptr + tile)
             k_len = tl.load(k_ends_ptr + tile) - k_start
-        first_block = tile_lo + TILE_COST
-        begin = tl.maximum(lo, first_block) - first_block
-        end = tl.minimum(hi, tile_hi) - first_block
+        keys_at = tile_lo + TILE_COST
+        begin = tl.maximum(lo, keys_at) - keys_at
+        end = tl.minimum(hi, tile_hi) - keys_at
         if end > begin:
             rows = row0 + tl.arange(0, BLOCK_M)
             h = tl.arange(0, BLOCK_H)
@@ -210,7 +241,7 @@ def attend_shares(
             stored = live[:, None] & in_head[None, :]
             q_at = (q_start + query).to(tl.int64)
             n = head * GROUP + rows % GROUP
-            q_from = q_ptr + (q_at * stride_qt + n * stride_qn)[:, None] + h[None, :]
+            q_row = q_ptr + q_at * stride_qt + n * stride_qn
             k_base = k_ptr + head * stride_kk
             v_base = v_ptr + head * stride_vk
             slots_base = slots_ptr
@@ -219,8 +250,27 @@ def attend_shares(
             else:
                 k_base += k_start.to(tl.int64) * stride_ks
                 v_base += k_start.to(tl.int64) * stride_vs
+            if FRESH:
+                q = fresh_queries(
+                    q_row,
+                    k_new_ptr + tile * stride_nkt + head * stride_nkk,
+                    v_new_ptr + tile * stride_nvt + head * stride_nvk,
+                    cos_ptr + tile * stride_ct,
+                    sin_ptr + tile * stride_st,
+                    new_slots_ptr + tile,
+                    k_base,
+                    v_base,
+                    stride_ks,
+                    stride_vs,
+                    end == tile_hi - keys_at,
+                    h,
+                    stored,
+                    HEAD_DIM,
+                )
+            else:
+                q = tl.load(q_row[:, None] + h[None, :], mask=stored, other=0.0)
             acc, lse = _attend_blocks(
-                tl.load(q_from, mask=stored, other=0.0),
+                q,
                 k_base,
                 v_base,
                 slots_base,
@@ -240,133 +290,62 @@ def attend_shares(
                 WHOLE,
                 PRECISION,
             )
-            if (begin == 0) & (end == tile_hi - first_block):
-                at_out = q_at * num_heads + n
-                tl.store(out_ptr + at_out[:, None] * HEAD_DIM + h[None, :], acc, mask=stored)
-                tl.store(lse_ptr + at_out, lse, mask=live)
+            if (begin == 0) & (end == tile_hi - keys_at):
+                store_rows(
+                    out_ptr,
+                    lse_ptr,
+                    acc,
+                    lse,
+                    rows,
+                    head,
+                    num_heads,
+                    q_start,
+                    q_len,
+                    h,
+                    GROUP,
+                    HEAD_DIM,
+                )
             else:
                 index = (share + tile).to(tl.int64) * tl.num_programs(0) + head
                 at_part = index * BLOCK_M + tl.arange(0, BLOCK_M)
                 tl.store(part_ptr + at_part[:, None] * HEAD_DIM + h[None, :], acc, mask=stored)
                 tl.store(part_lse_ptr + at_part, lse, mask=live)
-
-
-@triton.jit
-def _tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED: tl.constexpr, HAS_CU_Q: tl.constexpr):
-    """First query of a tile's span, the span's number of queries, the tile's first row."""
-    if PLANNED:
-        q_start = tl.load(tiles_ptr + tile * 5)
-        q_len = tl.load(tiles_ptr + tile * 5 + 1)
-        row0 = tl.load(tiles_ptr + tile * 5 + 4)
-    elif HAS_CU_Q:
-        q_start = tl.load(cu_q_ptr + tile)
-        q_len = tl.load(cu_q_ptr + tile + 1) - q_start
-        row0 = tile * 0
-    else:
-        q_start = tile
-        q_len = tile * 0 + 1
-        row0 = tile * 0
-    return q_start, q_len, row0
-
-
-@triton.jit
-def _merge_parts(
-    part_ptr,
-    part_lse_ptr,
-    first,
-    end,
-    stride,
-    within,
-    live,
-    h,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Rows `within` of the tile's parts of shares `first` to `end`, BLOCK_P parts at a time."""
-    peak = tl.full((within.shape[0],), float("-inf"), tl.float32)
-    mass = tl.zeros((within.shape[0],), tl.float32)
-    acc = tl.zeros((within.shape[0], h.shape[0]), tl.float32)
-    for start in range(first, end, BLOCK_P):
-        share = start + tl.arange(0, BLOCK_P).to(tl.int64)
-        at = share[:, None] * stride + within[None, :]
-        loaded = (share < end)[:, None] & live[None, :]
-        lses = tl.load(part_lse_ptr + at, mask=loaded, other=float("-inf"))
-        parts = tl.load(
-            part_ptr + at[:, :, None] * HEAD_DIM + h[None, None, :],
-            mask=loaded[:, :, None] & (h < HEAD_DIM)[None, None, :],
-            other=0.0,
-        )
-        new_peak = tl.maximum(peak, tl.max(lses, 0))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp(lses - shift[None, :])
-        decay = tl.exp(peak - shift)
-        mass = mass * decay + tl.sum(weights, 0)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * parts, 0)
-        peak = new_peak
-    some = mass > 0
-    mass = tl.where(some, mass, 1.0)
-    return acc / mass[:, None], tl.where(some, peak + tl.log(mass), float("-inf"))
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def merge_shares(
-    part_ptr,
-    part_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    cu_q_ptr,
-    tiles_ptr,
-    ends_ptr,
-    num_tiles,
-    num_heads,
-    num_shares,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PLANNED: tl.constexpr,
-    HAS_CU_Q: tl.constexpr,
-    TILE_COST: tl.constexpr,
-):
-    """Merge the shares of ROWS rows of a tile; grid (tiles, kv heads, BLOCK_M / ROWS).
-
-    A tile done by one share is final already; a tile without keys gets out 0, lse -inf.
-    """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    chunk = tl.program_id(2)
-    tile_lo = tl.load(ends_ptr + tile).to(tl.int64)
-    tile_hi = tl.load(ends_ptr + tile + 1).to(tl.int64)
-    total = tl.maximum(tl.load(ends_ptr + num_tiles), 1)
-    q_start, q_len, row0 = _tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED, HAS_CU_Q)
-    # share p has the blocks p * total // num_shares .. (p + 1) * total // num_shares
-    num_shares = tl.minimum(num_shares, total).to(tl.int64)
-    first = ((tile_lo + TILE_COST + 1) * num_shares - 1) // total
-    last = (tile_hi * num_shares - 1) // total
-    empty = tile_hi == tile_lo
-    if (row0 + chunk * ROWS < q_len * GROUP) & (empty | (last > first)):
-        within = chunk * ROWS + tl.arange(0, ROWS)
-        rows = row0 + within
-        h = tl.arange(0, BLOCK_H)
-        live = rows < q_len * GROUP
-        acc, lse = _merge_parts(
-            part_ptr + (tile.to(tl.int64) * tl.num_programs(1) + head) * BLOCK_M * HEAD_DIM,
-            part_lse_ptr + (tile.to(tl.int64) * tl.num_programs(1) + head) * BLOCK_M,
-            first,
-            tl.where(empty, first, last + 1),
-            tl.num_programs(1) * BLOCK_M,
-            within,
-            live,
-            h,
-            HEAD_DIM,
-            BLOCK_P,
-        )
-        at_out = (q_start + rows // GROUP).to(tl.int64) * num_heads + head * GROUP + rows % GROUP
-        tl.store(
-            out_ptr + at_out[:, None] * HEAD_DIM + h[None, :],
-            acc,
-            mask=live[:, None] & (h < HEAD_DIM)[None, :],
-        )
-        tl.store(lse_ptr + at_out, lse, mask=live)
+                merge_last(
+                    part_ptr,
+                    part_lse_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    tickets_ptr,
+                    tile,
+                    head,
+                    tl.num_programs(0),
+                    num_heads,
+                    shares_of(tile_lo.to(tl.int64), tile_hi.to(tl.int64), used, total, TILE_COST),
+                    q_start,
+                    q_len,
+                    row0,
+                    tl.arange(0, ROWS),
+                    GROUP,
+                    HEAD_DIM,
+                    BLOCK_H,
+                    BLOCK_M,
+                    BLOCK_P,
+                    TICKETS,
+                )
+    answer_without_keys(
+        out_ptr,
+        lse_ptr,
+        num_empty,
+        k_begins_ptr,
+        k_ends_ptr,
+        cu_q_ptr,
+        num_tiles,
+        head,
+        num_heads,
+        GROUP,
+        HEAD_DIM,
+        BLOCK_H,
+        ROWS,
+        HAS_CU_Q,
+        TICKETS,
+    )
