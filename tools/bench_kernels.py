@@ -31,6 +31,7 @@ from kernel_clock import BF16, DEVICE, Bench, Make, Work, random, with_ratios
 
 from loongd.kernels import cudnn
 from loongd.kernels.attention import AttentionBackend, CudaFlashBackend, PoolSlots, Spans
+from loongd.kernels.fresh import Fresh
 from loongd.kernels.gpu import attend, draw, elementwise, merge, pool, sampling, skinny
 from loongd.kernels.triton_backend import TritonBackend, select_cuda_backend
 
@@ -82,7 +83,25 @@ def bench_decode(bench: Bench) -> None:
             cu_k = Spans((1,) * len(lens), lens, DEVICE).cu_k
             return partial(attend.split_kv, q, k, v, slots, None, cu_k, scale=SCALE)
 
-        bench.memory("split_kv", name, 2 * sum(lens) * kv_heads * HEAD_DIM * 2, make)
+        num_bytes = 2 * sum(lens) * kv_heads * HEAD_DIM * 2
+        bench.memory("split_kv", name, num_bytes, make)
+        fresh = partial(make_fresh, heads, kv_heads, lens)
+        bench.memory("split_kv, fresh", name, num_bytes, fresh)
+
+
+def make_fresh(heads: int, kv_heads: int, lens: Lens) -> Work:
+    """As decode steps have it: in one kernel, each span's last key rotated and stored by it."""
+    k, v, slots = make_pool(sum(lens), kv_heads)
+    num_spans = len(lens)
+    qkv = random(num_spans, heads + 2 * kv_heads, HEAD_DIM)
+    q, new_k, new_v = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], dim=1)
+    angles = random(num_spans, HEAD_DIM)
+    cu_k = Spans((1,) * num_spans, lens, DEVICE).cu_k
+    slots = slots.int()
+    new = Fresh(new_k, new_v, angles.cos(), angles.sin(), slots[cu_k[1:].long() - 1])
+    tickets = torch.zeros(num_spans * kv_heads, dtype=torch.int32, device=DEVICE)
+    more = {"scale": SCALE, "fresh": new, "tickets": tickets}
+    return partial(attend.split_kv, q, k, v, slots, None, cu_k, **more)
 
 
 def bench_pool(bench: Bench) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-from loongd.kernels import reference
+from loongd.kernels import reference, reference_skinny
+
+_TWINS = {"skinny": reference_skinny}
+"""Modules with twins in files of their own."""
 
 
 @cache
@@ -30,4 +33,4 @@ def pick(module: str, device: torch.device) -> Any:
     """The module with the kernels for tensors on `device`: `kernels.gpu.<module>` or the twins."""
     if device.type == "cuda" and has_triton():
         return _gpu(module)
-    return reference
+    return _TWINS.get(module, reference)

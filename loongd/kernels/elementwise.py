@@ -8,6 +8,7 @@ the MLP.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from loongd.kernels.dispatch import pick
@@ -27,6 +28,22 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     gpu = pick("elementwise", x_TD.device)
     y: Tensor = gpu.add_rms_norm(x_TD, residual_TD, weight_D, eps)
     return y
+
+
+def rotary_angles(
+    positions_T: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, H) of position * inv_freq, times `scale`: computed in float32, returned
+    as `dtype`. The second half of each row repeats the first.
+
+    Args:
+        positions_T: int32 or int64.
+        inv_freq: float32 (H/2), or (T, H/2).
+    """
+    angles: tuple[Tensor, Tensor] = pick("elementwise", positions_T.device).rotary_angles(
+        positions_T, inv_freq, scale, dtype
+    )
+    return angles
 
 
 def apply_rotary(

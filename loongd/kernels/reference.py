@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loongd.kernels.division import Division
 from loongd.kernels.fresh import Fresh
 
 _FLAG_TIMEOUT_S = 30.0
@@ -124,6 +123,21 @@ def merge_state_(out_TNH: Tensor, lse_TN: Tensor, part_TNH: Tensor, part_lse_TN:
     lse_TN.copy_(merged)
 
 
+def next_tokens(
+    drawn_B: Tensor,
+    sources_B: Tensor,
+    given_B: Tensor,
+    entries_B: Tensor,
+    slots_B: Tensor,
+    slots_S: Tensor,
+) -> Tensor:
+    """Each row's token, its slot written down; see `kernels.pool.next_tokens`."""
+    slots_S.index_copy_(0, entries_B.long(), slots_B)
+    # a row that drew nothing has failed, and its request with it: any token will do
+    drawn = drawn_B[sources_B.long().clamp(min=0)].clamp(min=0)
+    return torch.where(sources_B >= 0, drawn, given_B.long())
+
+
 def store_kv(
     k_TKH: Tensor,
     v_TKH: Tensor,
@@ -175,6 +189,18 @@ def apply_rotary(
     if out is None:
         return turned
     return out[0].copy_(turned[0]), out[1].copy_(turned[1])
+
+
+def rotary_angles(
+    positions_T: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotations; see `kernels.elementwise.rotary_angles`."""
+    half = positions_T[:, None].float() * inv_freq
+    angles_TH = torch.cat((half, half), dim=-1)
+    cos_TH, sin_TH = angles_TH.cos(), angles_TH.sin()
+    if scale != 1.0:
+        cos_TH, sin_TH = cos_TH * scale, sin_TH * scale
+    return cos_TH.to(dtype), sin_TH.to(dtype)
 
 
 def _rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
@@ -323,69 +349,3 @@ def await_flag(flag: Tensor, expected: int = 1) -> None:
             raise TimeoutError(f"flag {int(flag)}, {expected} expected")
         time.sleep(1e-5)
     flag.zero_()
-
-
-def most_rows(weight_OD: Tensor, *, gated: bool = False) -> int:
-    """Never: the library's product is best here; see `kernels.gpu.skinny.most_rows`."""
-    del weight_OD, gated
-    return 0
-
-
-def most_rows_added(weight_OD: Tensor) -> int:
-    """Never; see `kernels.gpu.skinny.most_rows_added`."""
-    del weight_OD
-    return 0
-
-
-def new_tickets(device: torch.device) -> Tensor:
-    """None are needed; see `kernels.gpu.skinny.new_tickets`."""
-    return torch.empty(0, dtype=torch.int32, device=device)
-
-
-def linear_of_few(
-    x_MD: Tensor,
-    weight_OD: Tensor,
-    bias_O: Tensor | None,
-    tickets: Tensor,
-    *,
-    division: Division | None = None,
-    tile: Any = None,
-) -> Tensor:
-    """y = x W^T + b; see `kernels.gpu.skinny.linear_of_few`."""
-    del tickets, tile
-    if division is None:
-        return functional.linear(x_MD, weight_OD, bias_O)
-    mean_M = division.squares.sum(0) / x_MD.shape[1]
-    y_MO = functional.linear(x_MD, weight_OD) * (mean_M + division.eps).rsqrt()[:, None]
-    return (y_MO if bias_O is None else y_MO + bias_O).to(x_MD.dtype)
-
-
-def gated_linear_of_few(
-    x_MD: Tensor,
-    weight_OD: Tensor,
-    bias_O: Tensor | None,
-    *,
-    division: Division | None = None,
-    tile: Any = None,
-) -> Tensor:
-    """silu of the first half of the product, times the second; see `kernels.gpu.skinny`."""
-    tickets = new_tickets(x_MD.device)
-    both = linear_of_few(x_MD, weight_OD, bias_O, tickets, division=division, tile=tile)
-    return silu_mul(*both.chunk(2, dim=-1))
-
-
-def add_linear_of_few(
-    x_MD: Tensor,
-    weight_OD: Tensor,
-    bias_O: Tensor | None,
-    residual_MO: Tensor,
-    norm_O: Tensor,
-    eps: float,
-    tickets: Tensor,
-    *,
-    tile: Any = None,
-) -> tuple[Tensor, Division]:
-    """Adds to `residual_MO`; see `kernels.gpu.skinny.add_linear_of_few`."""
-    residual_MO += linear_of_few(x_MD, weight_OD, bias_O, tickets, tile=tile)
-    wide_MO = residual_MO if residual_MO.dtype == torch.float64 else residual_MO.float()
-    return residual_MO * norm_O, Division(wide_MO.square().sum(1)[None], eps)

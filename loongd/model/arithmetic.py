@@ -53,8 +53,10 @@ class Arithmetic(Protocol):
     most_tokens: int
     """Rows that may pass through the linear layers at once."""
 
-    def cos_sin(self, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of fp32 angles, fp32."""
+    def rotary_angles(
+        self, positions_T: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As `kernels.elementwise.rotary_angles`."""
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """As `kernels.elementwise.rms_norm`."""
@@ -149,6 +151,7 @@ class Fast:
     most_tokens = sys.maxsize
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    rotary_angles = staticmethod(elementwise.rotary_angles)
     apply_rotary = staticmethod(elementwise.apply_rotary)
     silu_mul = staticmethod(elementwise.silu_mul)
 
@@ -167,9 +170,6 @@ class Fast:
         """For one stream of one device."""
         tickets = skinny.new_tickets(device) if device.type == "cuda" else None
         return cls(tickets, _slow_types(device))
-
-    def cos_sin(self, angles: Tensor) -> tuple[Tensor, Tensor]:
-        return angles.cos(), angles.sin()
 
     def project(self, projection: Projection, x_TD: Tensor) -> tuple[Tensor, ...]:
         return projection(x_TD, self._linear)
@@ -276,9 +276,12 @@ class Exact:
 
     most_tokens = 2048  # 8 bytes an element and more than one copy of it
 
-    def cos_sin(self, angles: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = exact.cos_sin(angles)
-        return cosines.float(), sines.float()
+    def rotary_angles(
+        self, positions_T: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        half = positions_T[:, None].float() * inv_freq
+        cosines, sines = exact.cos_sin(torch.cat((half, half), dim=-1))
+        return (cosines.float() * scale).to(dtype), (sines.float() * scale).to(dtype)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         # square root and division round correctly everywhere, a reciprocal root does not

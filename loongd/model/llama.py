@@ -71,7 +71,7 @@ class Llama:
         self._dtype = dtype
         self._tensor_parallel = tensor_parallel
         self._math = Fast.on(device) if arithmetic is None else arithmetic
-        self._rotary = Rotary(spec, device, cos_sin=self._math.cos_sin)
+        self._rotary = Rotary(spec, device, angles=self._math.rotary_angles)
         self._chunk_tokens = min(chunk_tokens, self._math.most_tokens)
 
     @torch.inference_mode()
@@ -117,8 +117,7 @@ class Llama:
         that are done, after each but the last, and returns what `forward` does. In between, the
         residual stream and the next layer's queries, keys and values are all that it holds."""
         hidden_TD = embedding(tokens_T, self._weights.embed_VD)
-        cos_TH, sin_TH = self._rotary.cos_sin(positions_T, lengths_T)
-        angles = (cos_TH.to(self._dtype), sin_TH.to(self._dtype))
+        angles = self._rotary.cos_sin(positions_T, lengths_T, self._dtype)
         layers, eps = self._weights.layers, self._spec.rms_norm_eps
         heads: list[Tensor] = []
         for rows in self._chunks(len(hidden_TD)):

@@ -12,8 +12,14 @@ from collections.abc import Callable
 
 import torch
 
+from loongd.kernels.elementwise import rotary_angles
 from loongd.model.rope_spec import RopeSpec
 from loongd.model.spec import ModelSpec
+
+Angles = Callable[
+    [torch.Tensor, torch.Tensor, float, torch.dtype], tuple[torch.Tensor, torch.Tensor]
+]
+"""As `kernels.elementwise.rotary_angles`."""
 
 
 class Rotary:
@@ -25,11 +31,11 @@ class Rotary:
         spec: ModelSpec,
         device: torch.device,
         *,
-        cos_sin: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+        angles: Angles = rotary_angles,
     ) -> None:
-        """`cos_sin` gives the cosines and sines of fp32 angles, as fp32; torch's by default."""
+        """`angles` are those of the model's arithmetic."""
         self._rope = spec.rope
-        self._of_angles = (lambda x: (x.cos(), x.sin())) if cos_sin is None else cos_sin
+        self._angles = angles
         self._head_dim = spec.head_dim
         self._max_positions = spec.max_position_embeddings
         # computed on the CPU so that every device gets the same bits
@@ -37,24 +43,23 @@ class Rotary:
         self._scale = _attention_factor(spec.rope)
 
     def cos_sin(
-        self, positions_T: torch.Tensor, lengths_T: torch.Tensor
+        self,
+        positions_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, fp32, both (T, H); the second half repeats the first.
+        """Cosines and sines, both (T, H); the second half repeats the first.
 
         Args:
-            positions_T: position of each token in its request.
+            positions_T: position of each token in its request, int32 or int64.
             lengths_T: length of each token's request at this step, the token included; only
                 `dynamic` looks at it.
+            dtype: of the result; they are computed in float32.
         """
         inv_freq = self._inv_freq
         if self._rope.type == "dynamic":
             inv_freq = self._dynamic_inv_freq(lengths_T)
-        angles = positions_T[:, None].float() * inv_freq
-        angles_TH = torch.cat((angles, angles), dim=-1)
-        cos_TH, sin_TH = self._of_angles(angles_TH)
-        if self._scale == 1.0:
-            return cos_TH, sin_TH
-        return cos_TH * self._scale, sin_TH * self._scale
+        return self._angles(positions_T, inv_freq, self._scale, dtype)
 
     def _dynamic_inv_freq(self, lengths_T: torch.Tensor) -> torch.Tensor:
         """Inverse frequencies (T, H/2), one row for each token's own length."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from loongd.kernels.dispatch import pick
 from loongd.kernels.fresh import Fresh
 from loongd.kernels.merge import merge_state_
+from loongd.kernels.pool import next_tokens
 from loongd.kernels.sampling import best_tokens
 from loongd.model.llama import Llama
 from loongd.model.sampler import Drawing, Mark, sample_once
@@ -170,12 +171,10 @@ class DecodeStep:
                 self._attention.answer(layer)
             return
         rows = self.numbers[:, :bucket]
-        source = rows[SOURCE].long()
-        # a row that drew nothing has failed, and its request with it: any token will do
-        drawn = self._drawn_B[source.clamp(min=0)].clamp(min=0)
-        tokens = torch.where(source >= 0, drawn, rows[TOKEN].long())
-        parts.table.slots_S.index_copy_(0, rows[ENTRY].long(), rows[SLOT])
-        positions = rows[POSITION].long()
+        tokens = next_tokens(
+            self._drawn_B, rows[SOURCE], rows[TOKEN], rows[ENTRY], rows[SLOT], parts.table.slots_S
+        )
+        positions = rows[POSITION]
         hidden_TD = parts.model.forward(
             tokens, positions, positions + 1, self._attention, store=self._attention.store
         )

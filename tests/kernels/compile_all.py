@@ -55,7 +55,9 @@ def _describe(name: str, value: Any, is_constexpr: bool) -> tuple[str, bool]:
 
 def _compile(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     del grid, warmup
-    options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages") if key in kwargs}
+    options = {
+        key: kwargs.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in kwargs
+    }
     values = dict(zip(self.arg_names, args, strict=False)) | kwargs
     signature, constexprs, attrs = {}, {}, {}
     for i, param in enumerate(self.params):
@@ -129,6 +131,9 @@ def _small(dtype: torch.dtype) -> None:
     q, k = x.view(3, 32, 128), x[:, :1024].view(3, 8, 128)
     angles = torch.zeros(3, 128, dtype=dtype)
     slots = torch.zeros(3, dtype=torch.int64)
+    for positions in (slots, slots.int()):
+        elementwise.rotary_angles(positions, torch.zeros(64), 1.0, dtype)
+    pool.next_tokens(slots, *[slots.int()] * 5)
     pool.apply_rotary(q, k, angles, angles)
     pool.rope_store_kv(q, k, k, angles, angles, slots, k, k)
     pool.store_kv(k, k, slots, k, k)

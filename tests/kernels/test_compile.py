@@ -39,6 +39,8 @@ KERNELS = {
     "draw_unfiltered",
     "draw_filtered",
     "product_of_few",
+    "angles_of_rows",
+    "tokens_of_rows",
 }
 
 

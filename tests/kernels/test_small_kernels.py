@@ -114,6 +114,57 @@ def test_rope(
         assert target[[1, 2, 4, 5, 6]].isnan().all()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.25])
+@pytest.mark.parametrize("half", [32, 40, 64])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_rotary_angles(device: torch.device, half: int, own: bool, scale: float) -> None:
+    """Positions of a million too: their angles need an exact reduction."""
+    positions = torch.tensor([0, 1, 77, 8191, 131_071, 1_000_003], device=device)
+    inv_freq = 1.0 / 10_000 ** (torch.arange(half, device=device) / half)
+    if own:
+        inv_freq = inv_freq * torch.linspace(1.0, 0.5, 6, device=device)[:, None]
+    angles = (positions[:, None].float() * inv_freq).double()
+    expected = [torch.cat((x, x), 1) * scale for x in (angles.cos(), angles.sin())]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for kind in (torch.int32, torch.int64):
+            with poisoned():
+                got = elementwise.rotary_angles(positions.to(kind), inv_freq, scale, dtype)
+            for ours, wanted in zip(got, expected, strict=True):
+                assert ours.dtype == dtype
+                assert_close(ours, wanted, dtype)
+    for ours, twin in zip(
+        got, reference.rotary_angles(positions, inv_freq, scale, dtype), strict=True
+    ):
+        assert_close(ours, twin, torch.bfloat16)
+    assert elementwise.rotary_angles(positions[:0], inv_freq[:0], 1.0, dtype)[0].shape[0] == 0
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_next_tokens(device: torch.device, rows: int) -> None:
+    """Drawn, given and failed rows; a row without a slot writes into the last entry."""
+    generator = torch.Generator().manual_seed(rows)
+    drawn = torch.randint(-1, 50, (rows,), generator=generator)
+    sources = torch.randint(-1, rows, (rows,), generator=generator).int()
+    given = torch.randint(100, 200, (rows,), generator=generator).int()
+    entries = torch.randperm(2 * rows, generator=generator)[:rows].int()
+    slots = torch.randint(0, 1000, (rows,), generator=generator).int()
+    entries[rows // 2], slots[rows // 2] = 2 * rows, -1
+    table = torch.full((2 * rows + 1,), -7, dtype=torch.int32)
+    tensors = [x.to(device) for x in (drawn, sources, given, entries, slots)]
+    tables = [table.to(device), table]
+    with poisoned():
+        got = pool.next_tokens(*tensors, tables[0])
+    expected = reference.next_tokens(drawn, sources, given, entries, slots, tables[1])
+    assert got.dtype == torch.int64
+    assert got.tolist() == expected.tolist()
+    chosen = [
+        int(max(drawn[s], 0)) if s >= 0 else int(g) for s, g in zip(sources, given, strict=True)
+    ]
+    assert got.tolist() == chosen
+    assert tables[0].tolist() == tables[1].tolist()
+    assert int((tables[1] != -7).sum()) == rows
+
+
 def test_best_tokens(device: torch.device) -> None:
     logits = random(6, 9000, dtype=torch.float32, device=device)
     logits[0, [17, 5000, 8999]] = 10.0
@@ -138,8 +189,8 @@ def test_best_tokens_of_many_shapes(device: torch.device, rows: int, vocab: int)
 
 def test_every_kernel_has_a_twin() -> None:
     for module, names in (
-        (elementwise, ("rms_norm", "add_rms_norm", "silu_mul")),
-        (pool, ("store_kv", "rope_store_kv", "apply_rotary")),
+        (elementwise, ("rms_norm", "add_rms_norm", "silu_mul", "rotary_angles")),
+        (pool, ("next_tokens", "store_kv", "rope_store_kv", "apply_rotary")),
         (merge, ("merge_state_",)),
         (sampling, ("best_tokens",)),
         (draw, ("draw_tokens",)),

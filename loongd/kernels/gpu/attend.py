@@ -236,6 +236,7 @@ def _launch(
         BLOCK_P=max(1, _MERGED_ROWS // merge_rows),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.registers,
     )
     if tickets is not None:
         return

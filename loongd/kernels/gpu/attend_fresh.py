@@ -1,7 +1,7 @@
 """A new token's share of attention: its query and key are rotated, its key and value stored.
 
 Knows: formulas of `gpu.pool`, for rows that a program of attention reads anyway. Does not know:
-which program has a span's last key, and so stores.
+which program has a span's last key, and so begins with it and stores it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def rotated(x_row, cos_ptr, sin_ptr, h, mask, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def fresh_queries(
-    q_row,
+def start_fresh(
+    q,
     k_from,
     v_from,
     cos_ptr,
@@ -36,20 +36,25 @@ def fresh_queries(
     stride_ks,
     stride_vs,
     has_last,
+    scale_log2,
     h,
-    mask,
     HEAD_DIM: tl.constexpr,
 ):
-    """A new token's queries of one kv head, rotated. The program that `has_last` of its keys stores
-    that head's key, rotated, and value, unless the slot is below 0, and sees them afterwards."""
-    if has_last:
-        slot = tl.load(slot_ptr).to(tl.int64)
-        if slot >= 0:
-            row = tl.zeros((1,), tl.int64)
-            in_head = (h < HEAD_DIM)[None, :]
-            k = rotated(k_from + row, cos_ptr, sin_ptr, h, in_head, HEAD_DIM)
-            v = tl.load((v_from + row)[:, None] + h[None, :], mask=in_head)
-            tl.store((k_to + slot * stride_ks + row)[:, None] + h[None, :], k, mask=in_head)
-            tl.store((v_to + slot * stride_vs + row)[:, None] + h[None, :], v, mask=in_head)
-        tl.debug_barrier()
-    return rotated(q_row, cos_ptr, sin_ptr, h, mask, HEAD_DIM)
+    """The state (out, peak, mass) of rotated queries that have seen their own key alone, where this
+    program `has_last` of a span's keys; it also stores that key, rotated, and value, unless the
+    slot is below 0. Elsewhere that of queries that have seen nothing.
+
+    Nothing waits for what is stored: the loop over the other keys begins at once.
+    """
+    slot = tl.load(slot_ptr).to(tl.int64)
+    here = (h < HEAD_DIM) & has_last
+    row = tl.zeros((1,), tl.int64)
+    k = rotated(k_from + row, cos_ptr, sin_ptr, h, here[None, :], HEAD_DIM)
+    v = tl.load(v_from + h, mask=here, other=0.0)
+    stored = here & (slot >= 0)
+    tl.store((k_to + slot * stride_ks + row)[:, None] + h[None, :], k, mask=stored[None, :])
+    tl.store(v_to + slot * stride_vs + h, v, mask=stored)
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
+    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32) + v.to(tl.float32)[None, :]
+    mass = tl.zeros((q.shape[0],), tl.float32)
+    return acc, tl.where(has_last, score, float("-inf")), tl.where(has_last, mass + 1.0, mass)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loongd.kernels.gpu.attend_fresh import fresh_queries
+from loongd.kernels.gpu.attend_fresh import rotated, start_fresh
 from loongd.kernels.gpu.attend_merge import (
     answer_without_keys,
     first_block,
@@ -43,8 +43,17 @@ def _count_ends(ends_ptr, num_tiles, target, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def start(q):
+    """The state of queries that have seen no keys: sums, peak (in powers of two) and mass."""
+    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
+    peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    return acc, peak, tl.zeros((q.shape[0],), tl.float32)
+
+
+@triton.jit
 def _attend_blocks(
     q,
+    state,
     k_ptr,
     v_ptr,
     slots_ptr,
@@ -64,15 +73,14 @@ def _attend_blocks(
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile over key blocks `begin` to `end` of its span: output and log-sum-exp.
+    """One tile over key blocks `begin` to `end` of its span: output and log-sum-exp. `state`: what
+    it has seen ahead of them (`start`).
 
     `slots_ptr` points at the span's first slot; without slots `k_ptr` is the span's first key.
     Row r sees the first `visible[r]` keys when CAUSAL, else all. With WHOLE, blocks of keys that
     all rows see, the first `seen_by_all`, go through a loop that asks nothing.
     """
-    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
-    peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
-    mass = tl.zeros((q.shape[0],), tl.float32)
+    acc, peak, mass = state
     if WHOLE:
         whole = tl.minimum(tl.maximum(seen_by_all // BLOCK_K, begin), end)
         for block in range(begin, whole):
@@ -251,26 +259,31 @@ def attend_shares(
                 k_base += k_start.to(tl.int64) * stride_ks
                 v_base += k_start.to(tl.int64) * stride_vs
             if FRESH:
-                q = fresh_queries(
-                    q_row,
+                cos_at, sin_at = cos_ptr + tile * stride_ct, sin_ptr + tile * stride_st
+                q = rotated(q_row, cos_at, sin_at, h, stored, HEAD_DIM)
+                state = start_fresh(
+                    q,
                     k_new_ptr + tile * stride_nkt + head * stride_nkk,
                     v_new_ptr + tile * stride_nvt + head * stride_nvk,
-                    cos_ptr + tile * stride_ct,
-                    sin_ptr + tile * stride_st,
+                    cos_at,
+                    sin_at,
                     new_slots_ptr + tile,
                     k_base,
                     v_base,
                     stride_ks,
                     stride_vs,
                     end == tile_hi - keys_at,
+                    scale_log2,
                     h,
-                    stored,
                     HEAD_DIM,
                 )
+                k_len -= 1
             else:
                 q = tl.load(q_row[:, None] + h[None, :], mask=stored, other=0.0)
+                state = start(q)
             acc, lse = _attend_blocks(
                 q,
+                state,
                 k_base,
                 v_base,
                 slots_base,

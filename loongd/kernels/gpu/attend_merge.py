@@ -112,7 +112,7 @@ def store_rows(
 
 
 @triton.jit
-def merge_rows(
+def merge_tile(
     part_ptr,
     part_lse_ptr,
     out_ptr,
@@ -181,7 +181,7 @@ def merge_last(
     BLOCK_P: tl.constexpr,
     TICKETS: tl.constexpr,
 ):
-    """With TICKETS, once this program's part of a tile is stored: `merge_rows`, if the parts of all
+    """With TICKETS, once this program's part of a tile is stored: `merge_tile`, if the parts of all
     others of its `shares` (first, last) are there. The ticket is 0 again then."""
     if TICKETS:
         first, last = shares
@@ -191,7 +191,7 @@ def merge_last(
         before = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")
         tl.debug_barrier()
         if before == last - first:
-            merge_rows(
+            merge_tile(
                 part_ptr,
                 part_lse_ptr,
                 out_ptr,
@@ -292,7 +292,7 @@ def merge_shares(
     first, last = shares_of(tile_lo, tile_hi, used, total, TILE_COST)
     empty = tile_hi == tile_lo
     if (row0 + chunk * ROWS < q_len * GROUP) & (empty | (last > first)):
-        merge_rows(
+        merge_tile(
             part_ptr,
             part_lse_ptr,
             out_ptr,

@@ -1,4 +1,4 @@
-"""Norms and the gated activation, one pass over memory each.
+"""Norms, the gated activation and angles of rotations, one pass over memory each.
 
 Knows: formulas of `kernels.elementwise`. Works on T = 0 and on views with gaps between rows.
 """
@@ -125,3 +125,53 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         num_warps=4,
     )
     return y
+
+
+@triton.jit
+def angles_of_rows(
+    positions_ptr,
+    inv_freq_ptr,
+    cos_ptr,
+    sin_ptr,
+    scale,
+    stride_ft,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token a program; grid (tokens,)."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    mask = h < HALF
+    inv_freq = tl.load(inv_freq_ptr + row * stride_ft + h, mask=mask, other=0.0)
+    angle = tl.load(positions_ptr + row).to(tl.float32) * inv_freq
+    kind = cos_ptr.dtype.element_ty
+    cos, sin = (tl.cos(angle) * scale).to(kind), (tl.sin(angle) * scale).to(kind)
+    at = row * 2 * HALF + h
+    tl.store(cos_ptr + at, cos, mask=mask)
+    tl.store(cos_ptr + at + HALF, cos, mask=mask)
+    tl.store(sin_ptr + at, sin, mask=mask)
+    tl.store(sin_ptr + at + HALF, sin, mask=mask)
+
+
+def rotary_angles(
+    positions_T: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotations; see `kernels.elementwise.rotary_angles`."""
+    num_tokens, half = len(positions_T), inv_freq.shape[-1]
+    cos, sin = (
+        torch.empty((num_tokens, 2 * half), dtype=dtype, device=positions_T.device)
+        for _ in range(2)
+    )
+    if num_tokens:
+        angles_of_rows[(num_tokens,)](
+            positions_T,
+            inv_freq,
+            cos,
+            sin,
+            scale,
+            inv_freq.stride(0) if inv_freq.dim() == 2 else 0,
+            HALF=half,
+            BLOCK=triton.next_power_of_2(half),
+            num_warps=1 if half <= 64 else 2,
+        )
+    return cos, sin

@@ -23,7 +23,8 @@ _CPU_PROGRAMS = 6
 class Tiling:
     """Sizes of one launch.
 
-    With `whole`, blocks of keys that all rows of a tile see are not asked which they do.
+    With `whole`, blocks of keys that all rows of a tile see are not asked which they do. A thread
+    has `registers` at most (default: any number), where more programs fit at once so.
     """
 
     block_m: int
@@ -33,6 +34,7 @@ class Tiling:
     programs: int
     merge_rows: int
     whole: bool = False
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,8 @@ def decode_tiling(
     # five stages are two buffers each of K and V when the slots' load takes the others
     num_stages = 5 if has_slots else 3
     if head_dim <= 128 and block_m == 16:
-        # more programs than fit at once cost 25 %: three do
-        return Tiling(block_m, 32, 4, num_stages, _programs(device, 3), 1)
+        # more programs than fit at once cost 25 %: three do, of 128 threads with 168 registers
+        return Tiling(block_m, 32, 4, num_stages, _programs(device, 3), 1, registers=168)
     block_k = 64 if head_dim <= 128 else 32
     return Tiling(block_m, block_k, 4, num_stages, _programs(device, 2), 1)
 

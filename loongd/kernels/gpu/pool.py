@@ -1,6 +1,7 @@
 """Writing K and V into the pool, alone or together with the rotation of queries and keys.
 
-Knows: rows, slots, strides. Does not know: layers, requests, who chose the slots.
+Knows: rows, slots, strides; how a decode step's rows begin. Does not know: layers, requests, who
+chose the slots.
 """
 
 from __future__ import annotations
@@ -9,6 +10,62 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_TOKENS = 32
+"""Rows of a program that reads a number each."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def tokens_of_rows(
+    drawn_ptr,
+    sources_ptr,
+    given_ptr,
+    entries_ptr,
+    row_slots_ptr,
+    slots_ptr,
+    tokens_ptr,
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK rows a program."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    source = tl.load(sources_ptr + row, mask=mask, other=-1)
+    given = tl.load(given_ptr + row, mask=mask, other=0).to(tl.int64)
+    slot = tl.load(row_slots_ptr + row, mask=mask, other=-1)
+    entry = tl.load(entries_ptr + row, mask=mask, other=0).to(tl.int64)
+    drawn = tl.load(drawn_ptr + source, mask=mask & (source >= 0), other=0)
+    # a row that drew nothing has failed, and its request with it: any token will do
+    token = tl.where(source >= 0, tl.maximum(drawn, 0), given)
+    tl.store(tokens_ptr + row, token, mask=mask)
+    tl.store(slots_ptr + entry, slot, mask=mask)
+
+
+def next_tokens(
+    drawn_B: Tensor,
+    sources_B: Tensor,
+    given_B: Tensor,
+    entries_B: Tensor,
+    slots_B: Tensor,
+    slots_S: Tensor,
+) -> Tensor:
+    """Each row's token, its slot written down; see `kernels.pool.next_tokens`."""
+    num_rows = len(sources_B)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=drawn_B.device)
+    if num_rows:
+        tokens_of_rows[(triton.cdiv(num_rows, _TOKENS),)](
+            drawn_B,
+            sources_B,
+            given_B,
+            entries_B,
+            slots_B,
+            slots_S,
+            tokens,
+            num_rows,
+            BLOCK=_TOKENS,
+            num_warps=1,
+        )
+    return tokens
 
 
 @triton.jit

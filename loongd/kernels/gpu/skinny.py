@@ -19,6 +19,8 @@ from loongd.kernels.division import Division
 from loongd.kernels.gpu.skinny_kernels import product_of_few
 from loongd.kernels.skinny import MOST_ROWS
 
+_LARGE = 6144 * 4096
+"""Weights from which the own product is the faster one for up to `MOST_ROWS` rows."""
 _MOST_BLOCKS = 64
 """Blocks of outputs of a product that is cut along its inputs."""
 
@@ -50,7 +52,7 @@ def most_rows(weight_OD: Tensor, *, gated: bool = False) -> int:
 def most_rows_added(weight_OD: Tensor) -> int:
     """Rows up to which `add_linear_of_few` is faster than the product and an addition with a norm;
     0 if never. Not divided yet, a norm of float16 may pass that type's largest number, 65,504."""
-    return most_rows(weight_OD) if weight_OD.dtype == torch.bfloat16 else 0
+    return MOST_ROWS if weight_OD.dtype == torch.bfloat16 and most_rows(weight_OD) else 0
 
 
 def _threshold(num_outs: int, dim: int, *, gated: bool) -> int:
@@ -58,7 +60,7 @@ def _threshold(num_outs: int, dim: int, *, gated: bool) -> int:
     library: a shard's product is short, and there a launch counts for more."""
     if dim < 4096 or num_outs < (22016 if gated else 4096):
         return 0
-    return 64 if gated or num_outs >= 32000 else 32
+    return MOST_ROWS if num_outs * dim >= _LARGE else 32
 
 
 def tile_of(rows: int, num_outs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
@@ -68,11 +70,13 @@ def tile_of(rows: int, num_outs: int, dtype: torch.dtype, *, gated: bool) -> Til
         return Tile(block_m, 16, 32, 4, 2)
     if gated:
         return Tile(16, 64, 128, 4, 3) if block_m == 16 else Tile(block_m, 64, 64, 4, 4)
-    if block_m == 64:
-        return Tile(64, 128, 64, 4, 4)
     blocks, splits = triton.cdiv(num_outs, 64), 1
     while splits < 4 and blocks * splits <= _MOST_BLOCKS:
         splits *= 2
+    if block_m == 64:
+        # as many programs as multiprocessors, or half the programs with twice the outputs
+        few = blocks * splits <= 128
+        return Tile(64, 64, 128, 4, 5, splits) if few else Tile(64, 128, 128, 8, 4, splits)
     # programs that have a multiprocessor each, of some 130, may keep more of W in flight
     num_stages = 5 if block_m == 16 and blocks <= 128 else 4
     return Tile(block_m, 64, 128, 4, num_stages, splits)
