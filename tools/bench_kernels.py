@@ -90,7 +90,7 @@ def bench_decode(bench: Bench) -> None:
 
 
 def make_fresh(heads: int, kv_heads: int, lens: Lens) -> Work:
-    """As decode steps have it: in one kernel, each span's last key rotated and stored by it."""
+    """As decode steps have it: each span's last key is rotated and stored by the same kernel."""
     k, v, slots = make_pool(sum(lens), kv_heads)
     num_spans = len(lens)
     qkv = random(num_spans, heads + 2 * kv_heads, HEAD_DIM)
@@ -99,9 +99,7 @@ def make_fresh(heads: int, kv_heads: int, lens: Lens) -> Work:
     cu_k = Spans((1,) * num_spans, lens, DEVICE).cu_k
     slots = slots.int()
     new = Fresh(new_k, new_v, angles.cos(), angles.sin(), slots[cu_k[1:].long() - 1])
-    tickets = torch.zeros(num_spans * kv_heads, dtype=torch.int32, device=DEVICE)
-    more = {"scale": SCALE, "fresh": new, "tickets": tickets}
-    return partial(attend.split_kv, q, k, v, slots, None, cu_k, **more)
+    return partial(attend.split_kv, q, k, v, slots, None, cu_k, scale=SCALE, fresh=new)
 
 
 def bench_pool(bench: Bench) -> None:

@@ -17,16 +17,16 @@ def next_tokens(
     entries_B: Tensor,
     slots_B: Tensor,
     slots_S: Tensor,
-) -> Tensor:
-    """A decode step's tokens (B,), int64: what row `sources_B` of the step before has drawn (0 if
-    that is below 0), or the given one where the source is below 0.
+    tokens_B: Tensor,
+) -> None:
+    """A decode step's tokens into `tokens_B`: what row `sources_B` of the step before has drawn (0
+    if that is below 0), or the given one where the source is below 0.
 
     Also writes each row's slot into its entry of `slots_S`; rows without a slot share an entry that
-    nobody reads. All but `drawn_B` (int64) are int32.
+    nobody reads. All but `drawn_B` and `tokens_B` (int64) are int32.
     """
     gpu = pick("pool", drawn_B.device)
-    tokens: Tensor = gpu.next_tokens(drawn_B, sources_B, given_B, entries_B, slots_B, slots_S)
-    return tokens
+    gpu.next_tokens(drawn_B, sources_B, given_B, entries_B, slots_B, slots_S, tokens_B)
 
 
 def store_kv(

@@ -36,12 +36,11 @@ def split_kv(
     max_q: int = 1,
     k_ends: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-    tickets: Tensor | None = None,
     fresh: Fresh | None = None,
     tiling: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Few queries a span over the pool; see `kernels.gpu.attend.split_kv`."""
-    del max_q, tickets, tiling
+    del max_q, tiling
     if fresh is not None:
         q_TNH, k_TKH = q_TNH.clone(), fresh.k.clone()
         rope_store_kv(q_TNH, k_TKH, fresh.v, fresh.cos, fresh.sin, fresh.slots, k_SKH, v_SKH)
@@ -130,12 +129,13 @@ def next_tokens(
     entries_B: Tensor,
     slots_B: Tensor,
     slots_S: Tensor,
-) -> Tensor:
+    tokens_B: Tensor,
+) -> None:
     """Each row's token, its slot written down; see `kernels.pool.next_tokens`."""
     slots_S.index_copy_(0, entries_B.long(), slots_B)
     # a row that drew nothing has failed, and its request with it: any token will do
     drawn = drawn_B[sources_B.long().clamp(min=0)].clamp(min=0)
-    return torch.where(sources_B >= 0, drawn, given_B.long())
+    tokens_B.copy_(torch.where(sources_B >= 0, drawn, given_B.long()))
 
 
 def store_kv(

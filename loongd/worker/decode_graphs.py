@@ -58,14 +58,10 @@ class DecodeParts:
 class GroupAttention:
     """One layer's attention of a decode step, as `loongd.model.llama.Attention`."""
 
-    def __init__(
-        self, parts: DecodeParts, shape: DecodeShape, columns: Tensor, tickets: Tensor
-    ) -> None:
-        """`tickets` as for `split_kv`."""
+    def __init__(self, parts: DecodeParts, shape: DecodeShape, columns: Tensor) -> None:
         self._parts = parts
         self._shape = shape
         self._columns = columns
-        self._tickets = tickets
         self._split_kv = pick("attend", columns.device).split_kv
         self._store_at_once = storing(parts.kv, columns[SLOT])
         self._fresh: Fresh | None = None
@@ -137,7 +133,6 @@ class GroupAttention:
             k_ends=self._columns[column + END - BEGIN],
             scale=parts.scale,
             out=out,
-            tickets=self._tickets,
             fresh=fresh,
         )
         return found
@@ -146,11 +141,8 @@ class GroupAttention:
 class DecodeStep:
     """The kernels of one shape of step over fixed tensors; run as it is, or captured."""
 
-    def __init__(
-        self, parts: DecodeParts, shape: DecodeShape, drawn_B: Tensor, tickets: Tensor
-    ) -> None:
-        """`drawn_B` (int64): the last step's tokens, read and then overwritten; `tickets` as for
-        `split_kv`."""
+    def __init__(self, parts: DecodeParts, shape: DecodeShape, drawn_B: Tensor) -> None:
+        """`drawn_B` (int64): the last step's tokens, read and then overwritten."""
         self._parts = parts
         self.shape = shape
         self._drawn_B = drawn_B
@@ -159,8 +151,8 @@ class DecodeStep:
         width = max(shape.bucket, 4)
         device = drawn_B.device
         self.numbers = torch.zeros((height, width), dtype=torch.int32, device=device)
-        rows = self.numbers[:, : shape.bucket]
-        self._attention = GroupAttention(parts, shape, rows, tickets)
+        self._tokens = torch.zeros(shape.bucket, dtype=torch.int64, device=device)
+        self._attention = GroupAttention(parts, shape, self.numbers[:, : shape.bucket])
         self.logits_BV: Tensor | None = None
 
     def run(self) -> None:
@@ -171,12 +163,11 @@ class DecodeStep:
                 self._attention.answer(layer)
             return
         rows = self.numbers[:, :bucket]
-        tokens = next_tokens(
-            self._drawn_B, rows[SOURCE], rows[TOKEN], rows[ENTRY], rows[SLOT], parts.table.slots_S
-        )
+        given = (rows[SOURCE], rows[TOKEN], rows[ENTRY], rows[SLOT])
+        next_tokens(self._drawn_B, *given, parts.table.slots_S, self._tokens)
         positions = rows[POSITION]
         hidden_TD = parts.model.forward(
-            tokens, positions, positions + 1, self._attention, store=self._attention.store
+            self._tokens, positions, positions + 1, self._attention, store=self._attention.store
         )
         self.logits_BV = parts.model.head(hidden_TD)
         self._drawn_B[:bucket].copy_(best_tokens(self.logits_BV))
@@ -211,8 +202,6 @@ class DecodeGraphs:
         device = parts.kv.device
         self._graphs: Recent[DecodeShape, tuple[DecodeStep, Captured]] = Recent(device)
         self.drawn_B = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=device)
-        num_tickets = BUCKETS[-1] * parts.kv.k_LSKH.shape[2]
-        self._tickets = torch.zeros(num_tickets, dtype=torch.int32, device=device)
         self._on_gpu = device.type == "cuda"
         self._pool: Any = graph_pool(device) if pool is None else pool
         self._tokens = deque(
@@ -268,12 +257,12 @@ class DecodeGraphs:
         return self._graphs.of(shape, self._capture)
 
     def _capture(self, shape: DecodeShape) -> tuple[DecodeStep, Captured]:
-        step = DecodeStep(self._parts, shape, self.drawn_B, self._tickets)
+        step = DecodeStep(self._parts, shape, self.drawn_B)
         return step, capture(step.run, step.numbers, self._pool)
 
     def _run_once(self, shape: DecodeShape) -> Tensor | None:
         """The logits (B, V), if this worker has any."""
-        step = DecodeStep(self._parts, shape, self.drawn_B, self._tickets)
+        step = DecodeStep(self._parts, shape, self.drawn_B)
         step.numbers[SOURCE] = step.numbers[SLOT] = -1
         step.numbers[ENTRY] = self._parts.table.scratch
         step.run()

@@ -97,11 +97,8 @@ def _attention(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> 
     cu = torch.tensor([0, 1, 2], dtype=torch.int32)
     attend.split_kv(q[:2], k, k, slots, None, cu, scale=1.0)
     attend.split_kv(q[:2], k, k, slots.int(), None, cu[:2], k_ends=cu[1:], scale=1.0)
-    tickets = torch.zeros(2 * kv_heads, dtype=torch.int32)
-    one: dict[str, Any] = {"k_ends": cu[1:], "scale": 1.0, "tickets": tickets}
-    attend.split_kv(q[:2], k, k, slots.int(), None, cu[:2], **one)
     fresh = Fresh(k[:2], k[:2], q[:2, 0], q[:2, 0], slots.int()[:2])
-    attend.split_kv(q[:2], k, k, slots.int(), None, cu[:2], fresh=fresh, **one)
+    attend.split_kv(q[:2], k, k, slots.int(), None, cu[:2], k_ends=cu[1:], scale=1.0, fresh=fresh)
     cu_q = torch.tensor([0, 16, 32], dtype=torch.int32)
     most = attend.MAX_DECODE_ROWS // (heads // kv_heads)
     attend.split_kv(q[:32], k, k, slots, cu_q, cu, scale=1.0, max_q=most)
@@ -133,7 +130,7 @@ def _small(dtype: torch.dtype) -> None:
     slots = torch.zeros(3, dtype=torch.int64)
     for positions in (slots, slots.int()):
         elementwise.rotary_angles(positions, torch.zeros(64), 1.0, dtype)
-    pool.next_tokens(slots, *[slots.int()] * 5)
+    pool.next_tokens(slots, *[slots.int()] * 5, slots)
     pool.apply_rotary(q, k, angles, angles)
     pool.rope_store_kv(q, k, k, angles, angles, slots, k, k)
     pool.store_kv(k, k, slots, k, k)

@@ -1,4 +1,4 @@
-"""Decode attention in one kernel: shares merged by the last of them, new tokens rotated and stored.
+"""Decode attention that rotates and stores the new tokens itself.
 
 Oracle: the torch twin in float64 on the same rounded inputs.
 """
@@ -40,7 +40,6 @@ class Step:
 
     p: Problem
     fresh: Fresh
-    tickets: Tensor
 
     @classmethod
     def of(cls, p: Problem, k_lens: Sequence[int]) -> Step:
@@ -64,7 +63,6 @@ class Step:
                 angles.sin().to(device, kind),
                 torch.tensor(last, dtype=torch.int32, device=device),
             ),
-            torch.zeros(len(k_lens) * num_kv_heads, dtype=torch.int32, device=device),
         )
 
     def expected(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -79,41 +77,9 @@ class Step:
 
     def run(self, tiling: Tiling | None) -> tuple[Tensor, Tensor]:
         p = self.p
-        more = {"scale": p.scale, "tickets": self.tickets, "tiling": tiling}
+        more = {"scale": p.scale, "tiling": tiling}
         with poisoned():
             return attend.split_kv(p.q, p.k, p.v, p.slots, None, p.cu_k, fresh=self.fresh, **more)
-
-
-@pytest.mark.parametrize("k_lens", SPANS)
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 1)], ids=str)
-def test_one_kernel_any_lengths(
-    device: torch.device, k_lens: Sequence[int], heads: tuple[int, int]
-) -> None:
-    p = make_problem([1] * len(k_lens), k_lens, heads=heads, head_dim=64, dtype=FULL, device=device)
-    q, k, v, slots = p.doubled
-    expected = reference.split_kv(q, k, v, slots, None, p.cu_k, scale=p.scale)
-    tickets = torch.zeros(len(k_lens) * heads[1], dtype=torch.int32, device=device)
-    for tiling in (SMALL, None, SMALL):
-        more = {"scale": p.scale, "tickets": tickets, "tiling": tiling}
-        with poisoned():
-            out, lse = attend.split_kv(p.q, p.k, p.v, p.slots, None, p.cu_k, **more)
-        assert_close(out, expected[0], FULL)
-        assert_close(lse, expected[1], FULL)
-        assert not tickets.any()
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_one_kernel_several_queries_a_span(device: torch.device, head_dim: int) -> None:
-    lens = ([2, 0, 3, 1], [33, 5, 0, 64])
-    p = make_problem(*lens, heads=(6, 2), head_dim=head_dim, dtype=HALF, device=device)
-    tickets = torch.zeros(8, dtype=torch.int32, device=device)
-    more = {"scale": p.scale, "max_q": 3, "tickets": tickets}
-    with poisoned():
-        out, lse = attend.split_kv(p.q, p.k, p.v, p.slots, p.cu_q, p.cu_k, **more)
-    q, k, v, slots = p.doubled
-    expected = reference.split_kv(q, k, v, slots, p.cu_q, p.cu_k, scale=p.scale, max_q=3)
-    assert_close(out, expected[0], HALF)
-    assert_close(lse, expected[1], HALF)
 
 
 @pytest.mark.parametrize("k_lens", SPANS)
@@ -135,7 +101,6 @@ def test_fresh_any_lengths(
             assert_close(got.nan_to_num(), pool.nan_to_num(), FULL)
         assert torch.equal(p.q, before[0])
         assert torch.equal(step.fresh.k, before[1])
-        assert not step.tickets.any()
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
@@ -157,7 +122,7 @@ def test_fresh_any_head_dim(device: torch.device, head_dim: int) -> None:
 def test_fresh_at_size_in_a_graph(
     device: torch.device, k_lens: tuple[int, ...], heads: tuple[int, int]
 ) -> None:
-    """Replays with other new tokens; the shares' tickets are 0 again after each."""
+    """Replays with other new tokens."""
     more = {"heads": heads, "head_dim": 128, "dtype": BRAIN, "device": device}
     p = make_problem([1] * len(k_lens), k_lens, slot_type=torch.int32, **more)
     step = Step.of(p, k_lens)
@@ -172,7 +137,6 @@ def test_fresh_at_size_in_a_graph(
             None,
             p.cu_k,
             scale=p.scale,
-            tickets=step.tickets,
             fresh=step.fresh,
         )
     for _ in range(3):
@@ -185,4 +149,3 @@ def test_fresh_at_size_in_a_graph(
         expected, _ = step.expected()
         assert_close(got[0], expected[0], BRAIN)
         assert_close(got[1], expected[1], BRAIN)
-        assert not step.tickets.any()

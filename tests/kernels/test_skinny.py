@@ -44,7 +44,9 @@ def check(
         b64, half64 = (None if y is None else y.double() for y in (b, half))
         with poisoned():
             got = skinny.linear_of_few(x, w[:num_outs], half, tickets, tile=tile)
-        expected = reference_skinny.linear_of_few(x.double(), w[:num_outs].double(), half64, tickets)
+        expected = reference_skinny.linear_of_few(
+            x.double(), w[:num_outs].double(), half64, tickets
+        )
         assert got.dtype == dtype
         assert_close(got, expected, dtype)
         assert not tickets.any()
@@ -127,7 +129,9 @@ def test_the_twins_of_products_with_a_norm_between(dtype: torch.dtype, bias: boo
     normed = reference.add_rms_norm(product, alone, norm, 0.1)
     assert torch.equal(stream, alone)
     got = reference_skinny.linear_of_few(scaled, following, next_b, tickets, division=division)
-    torch.testing.assert_close(got, reference_skinny.linear_of_few(normed, following, next_b, tickets))
+    torch.testing.assert_close(
+        got, reference_skinny.linear_of_few(normed, following, next_b, tickets)
+    )
     got = reference_skinny.gated_linear_of_few(scaled, following, next_b, division=division)
     torch.testing.assert_close(got, reference_skinny.gated_linear_of_few(normed, following, next_b))
 
@@ -276,7 +280,9 @@ def test_a_norm_that_is_not_divided_yet_may_not_fit_float16(
 
 def test_every_product_has_a_twin() -> None:
     for name in ("most_rows", "most_rows_added", "new_tickets"):
-        assert getattr(skinny, name).__annotations__ == getattr(reference_skinny, name).__annotations__
+        assert (
+            getattr(skinny, name).__annotations__ == getattr(reference_skinny, name).__annotations__
+        )
     for name in ("linear_of_few", "gated_linear_of_few", "add_linear_of_few"):
         ours, twin = (dict(getattr(x, name).__annotations__) for x in (skinny, reference_skinny))
         assert ours.pop("tile") == "Tile | None"

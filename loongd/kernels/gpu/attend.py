@@ -20,8 +20,6 @@ MAX_DECODE_ROWS = 64
 """Rows (queries x heads of a kv head) of a span up to which `split_kv` takes it."""
 _LEAST_BLOCKS = 3
 """Blocks of keys of a share at least: one is mostly waiting, and each share is to be merged."""
-_MERGED_ROWS = 64
-"""Rows of parts that a program merges at a time."""
 
 
 def split_kv(
@@ -36,7 +34,6 @@ def split_kv(
     max_q: int = 1,
     k_ends: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-    tickets: Tensor | None = None,
     fresh: Fresh | None = None,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -56,11 +53,8 @@ def split_kv(
         k_ends: (B,) int32 ends of the spans' slots, where there are gaps between the spans.
         out: contiguous float32 out_TNH and lse_TN to write into, on this device or on a peer's
             that is mapped here; new by default.
-        tickets: int32 zeros, a spans' and kv heads' product of them or more, and zeros again
-            afterwards; with them there is one kernel instead of two. Calls with the same ones
-            must follow each other in one stream.
         fresh: each span's last key and value; they are rotated and stored, as are the queries, one
-            a span, rotated first (not in place). Wants `tickets`.
+            a span, rotated first (not in place).
         tiling: sizes of the launch; by default those measured best.
     """
     k_begins, k_ends = (cu_k, k_ends) if k_ends is not None else (cu_k[:-1], cu_k[1:])
@@ -73,13 +67,11 @@ def split_kv(
         out = _empty_like(q_TNH)
     if num_spans == 0:
         return out
-    assert tickets is None or len(tickets) >= num_spans * k_SKH.shape[1]
-    assert fresh is None or (tickets is not None and cu_q is None)
+    assert fresh is None or cu_q is None
     ends = torch.empty(num_spans + 1, dtype=torch.int32, device=q_TNH.device)
     tables = (cu_q, k_begins, k_ends, None, ends)
     work = (num_spans, max_q * group)
-    more = (tickets, fresh)
-    _launch(q_TNH, k_SKH, v_SKH, slots, tables, out, work, scale, tiling, more=more)
+    _launch(q_TNH, k_SKH, v_SKH, slots, tables, out, work, scale, tiling, fresh=fresh)
     return out
 
 
@@ -172,10 +164,9 @@ def _launch(
     tiling: Tiling,
     *,
     causal: bool = False,
-    more: tuple[Tensor | None, Fresh | None] = (None, None),
+    fresh: Fresh | None = None,
 ) -> None:
-    """`work` is the number of tiles and the most rows of a span; `more` are tickets and what is
-    fresh."""
+    """`work` is the number of tiles and the most rows of a span."""
     cu_q, k_begins, k_ends, tiles, ends = tables
     num_tiles, most_rows = work
     num_heads, head_dim = q_TNH.shape[1:]
@@ -195,9 +186,6 @@ def _launch(
         "TILE_COST": 0 if tiles is not None else 1,
         "LEAST": 1 if tiles is not None else _LEAST_BLOCKS,
     }
-    tickets, fresh = more
-    tile_rows = min(most_rows, tiling.block_m)
-    merge_rows = triton.next_power_of_2(tile_rows)
     attend_shares[(num_kv_heads, shares)](
         q_TNH,
         k_SKH,
@@ -211,7 +199,6 @@ def _launch(
         *state,
         part,
         part_lse,
-        tickets,
         *_fresh_tensors(fresh),
         num_tiles,
         num_heads,
@@ -230,16 +217,12 @@ def _launch(
         CAUSAL=causal,
         WHOLE=tiling.whole and shape["BLOCK_H"] == head_dim,
         PRECISION="ieee",
-        TICKETS=tickets is not None,
         FRESH=fresh is not None,
-        ROWS=merge_rows,
-        BLOCK_P=max(1, _MERGED_ROWS // merge_rows),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=tiling.registers,
     )
-    if tickets is not None:
-        return
+    tile_rows = min(most_rows, tiling.block_m)
     merge = merging(tiling, num_tiles, tile_rows)
     row_chunks = triton.cdiv(tile_rows, merge.rows)
     merge_shares[(num_tiles, num_kv_heads, row_chunks)](

@@ -1,8 +1,8 @@
 """Attention over keys anywhere in memory.
 
 Knows: one kernel that walks a flat list of work (tile of queries x block of keys), cut into as
-many equal shares as programs run at once. Shares of a tile are merged by another kernel
-(`attend_merge`), or by whichever of them ends last.
+many equal shares as programs run at once. Another one merges the shares of a tile
+(`attend_merge`).
 So a batch of one long and many short requests keeps the whole device busy, the grid does not
 depend on the data, and no share is larger than another. Where tiles may be a block or two long,
 what one costs beside its blocks counts as TILE_COST blocks ahead of them.
@@ -21,10 +21,7 @@ import triton.language as tl
 
 from loongd.kernels.gpu.attend_fresh import rotated, start_fresh
 from loongd.kernels.gpu.attend_merge import (
-    answer_without_keys,
     first_block,
-    merge_last,
-    shares_of,
     store_rows,
     tile_queries,
     used_shares,
@@ -144,7 +141,6 @@ def attend_shares(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
-    tickets_ptr,
     k_new_ptr,
     v_new_ptr,
     cos_ptr,
@@ -179,19 +175,13 @@ def attend_shares(
     PRECISION: tl.constexpr,
     TILE_COST: tl.constexpr,
     LEAST: tl.constexpr,
-    TICKETS: tl.constexpr,
     FRESH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
 ):
     """One share of the work for one kv head; grid (kv heads, shares). A share has LEAST blocks.
 
     PLANNED: `tiles_ptr` (T, 5) and `ends_ptr` (T + 1) come from the host, with TILE_COST 0.
     Otherwise each span is one tile, the list is derived from the spans' first slots and ends
     (`k_begins_ptr`, `k_ends_ptr`), and `ends_ptr` is written for `merge_shares`.
-
-    TICKETS (not PLANNED): the last share of a tile merges its first ROWS rows, BLOCK_P parts at a
-    time; `tickets_ptr` counts them, by tile and head.
 
     FRESH (not PLANNED, a query a span): queries are not rotated yet, and key and value of each
     span's last slot are rows of `k_new_ptr` and `v_new_ptr`, to be stored unless its entry in
@@ -203,7 +193,6 @@ def attend_shares(
     if PLANNED:
         total = tl.load(ends_ptr + num_tiles)
         ends_T = at_T
-        num_empty = 0
     else:
         real_T = at_T < num_tiles
         k_begin = tl.load(k_begins_ptr + at_T, mask=real_T, other=0)
@@ -211,7 +200,6 @@ def attend_shares(
         blocks_T = (k_end - k_begin + BLOCK_K - 1) // BLOCK_K
         ends_T = tl.cumsum(tl.where(blocks_T > 0, blocks_T + TILE_COST, 0), 0)
         total = tl.max(ends_T, 0)
-        num_empty = tl.sum((real_T & (blocks_T <= 0)).to(tl.int32), 0)
         if (head == 0) & (share == 0):
             tl.store(ends_ptr, 0)
             tl.store(ends_ptr + 1 + at_T, ends_T, mask=real_T)
@@ -323,42 +311,3 @@ def attend_shares(
                 at_part = index * BLOCK_M + tl.arange(0, BLOCK_M)
                 tl.store(part_ptr + at_part[:, None] * HEAD_DIM + h[None, :], acc, mask=stored)
                 tl.store(part_lse_ptr + at_part, lse, mask=live)
-                merge_last(
-                    part_ptr,
-                    part_lse_ptr,
-                    out_ptr,
-                    lse_ptr,
-                    tickets_ptr,
-                    tile,
-                    head,
-                    tl.num_programs(0),
-                    num_heads,
-                    shares_of(tile_lo.to(tl.int64), tile_hi.to(tl.int64), used, total, TILE_COST),
-                    q_start,
-                    q_len,
-                    row0,
-                    tl.arange(0, ROWS),
-                    GROUP,
-                    HEAD_DIM,
-                    BLOCK_H,
-                    BLOCK_M,
-                    BLOCK_P,
-                    TICKETS,
-                )
-    answer_without_keys(
-        out_ptr,
-        lse_ptr,
-        num_empty,
-        k_begins_ptr,
-        k_ends_ptr,
-        cu_q_ptr,
-        num_tiles,
-        head,
-        num_heads,
-        GROUP,
-        HEAD_DIM,
-        BLOCK_H,
-        ROWS,
-        HAS_CU_Q,
-        TICKETS,
-    )

@@ -1,4 +1,4 @@
-"""Shares of tiles and how they come together, in a kernel of its own or by who ends last.
+"""Shares of tiles and how they come together, in a kernel of its own.
 
 Knows: which shares a tile is cut into, where each leaves its partial, how partials are merged.
 Does not know: keys, values, how a share is computed.
@@ -69,12 +69,11 @@ def _merge_parts(
         share = start + tl.arange(0, BLOCK_P).to(tl.int64)
         at = share[:, None] * stride + within[None, :]
         loaded = (share < end)[:, None] & live[None, :]
-        lses = tl.load(part_lse_ptr + at, mask=loaded, other=float("-inf"), cache_modifier=".cg")
+        lses = tl.load(part_lse_ptr + at, mask=loaded, other=float("-inf"))
         parts = tl.load(
             part_ptr + at[:, :, None] * HEAD_DIM + h[None, None, :],
             mask=loaded[:, :, None] & (h < HEAD_DIM)[None, None, :],
             other=0.0,
-            cache_modifier=".cg",
         )
         new_peak = tl.maximum(peak, tl.max(lses, 0))
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -156,102 +155,6 @@ def merge_tile(
     store_rows(
         out_ptr, lse_ptr, acc, lse, rows, head, num_heads, q_start, q_len, h, GROUP, HEAD_DIM
     )
-
-
-@triton.jit
-def merge_last(
-    part_ptr,
-    part_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    tickets_ptr,
-    tile,
-    head,
-    num_kv_heads,
-    num_heads,
-    shares,
-    q_start,
-    q_len,
-    row0,
-    within,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    TICKETS: tl.constexpr,
-):
-    """With TICKETS, once this program's part of a tile is stored: `merge_tile`, if the parts of all
-    others of its `shares` (first, last) are there. The ticket is 0 again then."""
-    if TICKETS:
-        first, last = shares
-        ticket_ptr = tickets_ptr + tile * num_kv_heads + head
-        # all threads' stores come before the one thread's release
-        tl.debug_barrier()
-        before = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")
-        tl.debug_barrier()
-        if before == last - first:
-            merge_tile(
-                part_ptr,
-                part_lse_ptr,
-                out_ptr,
-                lse_ptr,
-                tile,
-                head,
-                num_kv_heads,
-                num_heads,
-                first,
-                last + 1,
-                q_start,
-                q_len,
-                row0,
-                within,
-                GROUP,
-                HEAD_DIM,
-                BLOCK_H,
-                BLOCK_M,
-                BLOCK_P,
-            )
-            tl.store(ticket_ptr, 0)
-
-
-@triton.jit
-def answer_without_keys(
-    out_ptr,
-    lse_ptr,
-    num_empty,
-    k_begins_ptr,
-    k_ends_ptr,
-    cu_q_ptr,
-    num_tiles,
-    head,
-    num_heads,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_CU_Q: tl.constexpr,
-    TICKETS: tl.constexpr,
-):
-    """With TICKETS, spans without keys, a share's part of them: out 0, lse -inf."""
-    if TICKETS and num_empty > 0:
-        for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-            if tl.load(k_ends_ptr + tile) <= tl.load(k_begins_ptr + tile):
-                q_start, q_len, row0 = tile_queries(None, cu_q_ptr, tile, False, HAS_CU_Q)
-                store_rows(
-                    out_ptr,
-                    lse_ptr,
-                    tl.zeros((ROWS, BLOCK_H), tl.float32),
-                    tl.full((ROWS,), float("-inf"), tl.float32),
-                    row0 + tl.arange(0, ROWS),
-                    head,
-                    num_heads,
-                    q_start,
-                    q_len,
-                    tl.arange(0, BLOCK_H),
-                    GROUP,
-                    HEAD_DIM,
-                )
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

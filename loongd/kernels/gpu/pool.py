@@ -48,10 +48,10 @@ def next_tokens(
     entries_B: Tensor,
     slots_B: Tensor,
     slots_S: Tensor,
-) -> Tensor:
+    tokens_B: Tensor,
+) -> None:
     """Each row's token, its slot written down; see `kernels.pool.next_tokens`."""
     num_rows = len(sources_B)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=drawn_B.device)
     if num_rows:
         tokens_of_rows[(triton.cdiv(num_rows, _TOKENS),)](
             drawn_B,
@@ -60,12 +60,11 @@ def next_tokens(
             entries_B,
             slots_B,
             slots_S,
-            tokens,
+            tokens_B,
             num_rows,
             BLOCK=_TOKENS,
             num_warps=1,
         )
-    return tokens
 
 
 @triton.jit
