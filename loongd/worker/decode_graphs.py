@@ -44,6 +44,11 @@ from loongd.worker.peers import PeerMemory
 from loongd.worker.slot_table import SlotTable
 
 
+MOST_FRESH = 32
+"""Rows up to which attention itself rotates and stores the new tokens. H200: a layer of one row takes
+9.4 us instead of 10.9, of 64 to 256 as long either way, and 1,024 short ones 601 instead of 465."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeParts:
     """What graphs are made of; `peers` is None where there are none, or they cannot be reached."""
@@ -76,8 +81,9 @@ class GroupAttention:
         cos_TH: Tensor,
         sin_TH: Tensor,
     ) -> None:
-        """As `loongd.model.llama.Store`; left to attention, unless queries must travel first."""
-        if self._shape.asks:
+        """As `loongd.model.llama.Store`; left to attention where rows are few and queries do not
+        have to travel first."""
+        if self._shape.asks or self._shape.bucket > MOST_FRESH:
             self._store_at_once(layer, q_TNH, k_TKH, v_TKH, cos_TH, sin_TH)
         else:
             self._fresh = Fresh(k_TKH, v_TKH, cos_TH, sin_TH, self._columns[SLOT])
