@@ -8,6 +8,7 @@ Run in a process of its own: the interpreter must be off.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -39,6 +40,8 @@ TYPES = {
     torch.int64: "*i64",
 }
 ARCHS = [80, 90]
+_ACCESS = re.compile(r"(?:ld|st|atom|red|cp)[.](?:global|async)\S*")
+"""Instructions that see or change what other kernels do."""
 _seen: set[str] = set()
 
 
@@ -59,18 +62,20 @@ def _compile(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwar
         key: kwargs.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in kwargs
     }
     values = dict(zip(self.arg_names, args, strict=False)) | kwargs
-    signature, constexprs, attrs = {}, {}, {}
-    for i, param in enumerate(self.params):
-        value = values[param.name]
-        kind, divisible = _describe(param.name, value, param.is_constexpr)
-        if param.do_not_specialize:
-            kind, divisible = "i32", False
-        signature[param.name] = kind
-        if kind == "constexpr":
-            constexprs[(i,)] = value
-        if divisible:
-            attrs[(i,)] = [["tt.divisibility", 16]]
     for arch in ARCHS:
+        signature, constexprs, attrs = {}, {}, {}
+        if "EARLY" in values:
+            values["EARLY"] = arch >= 90
+        for i, param in enumerate(self.params):
+            value = values[param.name]
+            kind, divisible = _describe(param.name, value, param.is_constexpr)
+            if param.do_not_specialize:
+                kind, divisible = "i32", False
+            signature[param.name] = kind
+            if kind == "constexpr":
+                constexprs[(i,)] = value
+            if divisible:
+                attrs[(i,)] = [["tt.divisibility", 16]]
         key = f"{self.__name__} {arch} {signature} {constexprs} {attrs} {options}"
         if key in _seen:
             continue
@@ -84,6 +89,8 @@ def _compile(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwar
             "shared": built.metadata.shared,
             "async_copies": text.count("cp.async.cg"),
             "wgmma": "wgmma" in text,
+            "waits": "griddepcontrol.wait" in text,
+            "ahead_of_wait": _ACCESS.findall(text.partition("griddepcontrol.wait")[0]),
             "types": sorted({kind for kind in signature.values() if kind.startswith("*")}),
             "constants": {str(self.arg_names[i]): v for (i,), v in constexprs.items()},
         }

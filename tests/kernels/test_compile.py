@@ -78,6 +78,25 @@ def test_shared_memory_fits(binaries: list[dict[str, Any]]) -> None:
         assert binary["shared"] <= SHARED_BYTES[binary["arch"]], binary
 
 
+EARLY = {
+    "attend_shares",
+    "merge_shares",
+    "norm_rows",
+    "product_of_few",
+    "rotate_and_store",
+    "silu_mul_rows",
+}
+"""Kernels that are launched while the one ahead of them ends."""
+
+
+def test_early_kernels_wait_before_all_else(binaries: list[dict[str, Any]]) -> None:
+    for binary in binaries:
+        early = binary["kernel"] in EARLY and binary["arch"] == 90
+        assert binary["waits"] == early, binary
+        if early:
+            assert not binary["ahead_of_wait"], binary
+
+
 def test_keys_are_loaded_ahead(binaries: list[dict[str, Any]]) -> None:
     """Half-precision attention keeps asynchronous copies in flight; large tiles use wgmma."""
     attention = [b for b in binaries if b["kernel"] == "attend_shares" and b["types"][0] != "*fp32"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from loongd.kernels.fresh import Fresh
 from loongd.kernels.gpu.attend_kernels import attend_shares
 from loongd.kernels.gpu.attend_merge import merge_shares
+from loongd.kernels.gpu.early import early
 from loongd.kernels.gpu.plan import Tiling, decode_tiling, extend_tiling, merging, plan_tiles
 
 LOG2_E = 1.4426950408889634
@@ -186,6 +187,7 @@ def _launch(
         "HAS_CU_Q": cu_q is not None,
         "TILE_COST": 0 if tiles is not None else 1,
         "LEAST": 1 if tiles is not None else _LEAST_BLOCKS,
+        **early(q_TNH.device),
     }
     attend_shares[(num_kv_heads, shares)](
         q_TNH,

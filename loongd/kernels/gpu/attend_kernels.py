@@ -26,6 +26,7 @@ from loongd.kernels.gpu.attend_merge import (
     tile_queries,
     used_shares,
 )
+from loongd.kernels.gpu.early import wait_for_ahead
 
 
 @triton.jit
@@ -176,6 +177,7 @@ def attend_shares(
     TILE_COST: tl.constexpr,
     LEAST: tl.constexpr,
     FRESH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One share of the work for one kv head; grid (kv heads, shares). A share has LEAST blocks.
 
@@ -187,6 +189,7 @@ def attend_shares(
     span's last slot are rows of `k_new_ptr` and `v_new_ptr`, to be stored unless its entry in
     `new_slots_ptr`, which is that slot, is below 0.
     """
+    wait_for_ahead(EARLY)
     head = tl.program_id(0)
     share = tl.program_id(1)
     at_T = tl.arange(0, BLOCK_T)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loongd.kernels.gpu.early import wait_for_ahead
+
 
 @triton.jit
 def used_shares(num_shares, total, LEAST: tl.constexpr):
@@ -179,11 +181,13 @@ def merge_shares(
     HAS_CU_Q: tl.constexpr,
     TILE_COST: tl.constexpr,
     LEAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Merge the shares of ROWS rows of a tile; grid (tiles, kv heads, BLOCK_M / ROWS).
 
     A tile done by one share is final already; a tile without keys gets out 0, lse -inf.
     """
+    wait_for_ahead(EARLY)
     tile = tl.program_id(0)
     head = tl.program_id(1)
     chunk = tl.program_id(2)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loongd.kernels.gpu.early import early, wait_for_ahead
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_rows(
@@ -27,8 +29,10 @@ def norm_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BLOCK_R rows a program; a row is (token, head) with INNER heads, or a token; y contiguous."""
+    wait_for_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = (row < num_rows) & (d < DIM)
@@ -81,6 +85,7 @@ def _norm(x: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -
         BLOCK_D=block_d,
         ADD=residual_TD is not None,
         num_warps=4 if block_d <= 4096 else 8,
+        **early(x.device),
     )
     return y
 
@@ -94,8 +99,10 @@ def silu_mul_rows(
     stride_ut,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BLOCK columns of one row a program; grid (rows, columns / BLOCK)."""
+    wait_for_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < DIM
@@ -123,6 +130,7 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         DIM=dim,
         BLOCK=block,
         num_warps=4,
+        **early(gate_TF.device),
     )
     return y
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loongd.kernels.gpu.early import early, wait_for_ahead
+
 _TOKENS = 32
 """Rows of a program that reads a number each."""
 
@@ -206,8 +208,10 @@ def rotate_and_store(
     BLOCK_KV: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     STORE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token a program; grid (tokens,)."""
+    wait_for_ahead(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
     i = tl.program_id(0)
     t = i.to(tl.int64)
@@ -334,6 +338,7 @@ def _rotate(
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         STORE=pool is not None,
         num_warps=4,
+        **early(q_TNH.device),
     )
 
 

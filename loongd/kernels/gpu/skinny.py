@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from loongd.kernels.division import Division
+from loongd.kernels.gpu.early import early
 from loongd.kernels.gpu.skinny_kernels import product_of_few
 from loongd.kernels.skinny import MOST_ROWS
 
@@ -201,4 +202,5 @@ def _launch(
         NUM_PARTS=len(division.squares) if division is not None else 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **early(x_MD.device),
     )

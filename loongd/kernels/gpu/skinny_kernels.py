@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loongd.kernels.gpu.early import wait_for_ahead
+
 
 @triton.jit
 def _weights(w_row, at, dim, EVEN: tl.constexpr):
@@ -113,6 +115,7 @@ def product_of_few(
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (outputs / BLOCK_O, SPLITS); num_rows <= BLOCK_M; y and squares contiguous.
 
@@ -123,6 +126,7 @@ def product_of_few(
     With SPLITS > 1 each program sums a part of `dim` into `parts_ptr` (SPLITS, num_rows,
     num_outs); whichever of an output's programs comes last adds the parts, in order.
     """
+    wait_for_ahead(EARLY)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -131,7 +135,6 @@ def product_of_few(
     w_row = w_ptr + tl.minimum(o, num_outs - 1).to(tl.int64) * dim
     up_row = w_row + tl.cast(num_outs, tl.int64) * dim
     x_row = (x_ptr + m.to(tl.int64) * stride_xt)[:, None]
-    in_x = m[:, None] < num_rows
     mask = (o[:, None] < num_outs) & (m[None, :] < num_rows)
     # what is small is asked for before the weights and awaited after them
     if ADD:
@@ -140,10 +143,10 @@ def product_of_few(
         norm = tl.load(norm_ptr + o, mask=o < num_outs, other=0.0)
     squares = _squares(squares_ptr, m, num_rows, NUM_PARTS)
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
-    up_acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+    up_acc = acc
     for start in tl.range(first, tl.minimum(first + per_split, dim), BLOCK_D):
         at = start + d
-        x = tl.load(x_row + at, mask=in_x & (EVEN | (at < dim)), other=0.0)
+        x = tl.load(x_row + at, mask=(m[:, None] < num_rows) & (EVEN | (at < dim)), other=0.0)
         w = _weights(w_row, at, dim, EVEN)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         if GATED:
