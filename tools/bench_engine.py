@@ -19,8 +19,9 @@ Layouts of a batch in decode
 launches such a step kernel by kernel and waits for it.
 `gpu_idle` is the share of the time of consecutive steps in which no kernel ran, by torch.profiler;
 `gpu_gaps` counts only the idle spans of 20 us and more: kernels that follow each other in a CUDA
-graph have about 1 us between them. `kernels_us` (with --kernels) is what each kernel takes of a
-step, all of its launches together, under the profiler.
+graph have about 1 us between them, if they are not launched early. `kernels_us` (with --kernels) is
+what each kernel takes of a step, all of its launches together, under the profiler; an early one's
+time has its wait for the one ahead. Kernels whose first 80 letters agree count as one.
 """
 
 from __future__ import annotations

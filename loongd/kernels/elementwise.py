@@ -1,6 +1,7 @@
 """Small operations between the matrix products: Triton on CUDA, plain torch elsewhere.
 
-Knows: formulas. All work on empty tensors (T = 0) and on views that are not contiguous.
+Knows: formulas. All work on empty tensors (T = 0), and all but `rotary_angles` on views that are
+not contiguous.
 
 Letters: T packed tokens, N query heads, K key/value heads, H head dim, D model dim, F hidden of
 the MLP.

@@ -15,7 +15,7 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class Fresh:
     """`k`, `v` (T, K, H), `cos`, `sin` (T, H) as for `kernels.pool.rope_store_kv`. `slots` (T),
-    int32, are the spans' last ones, or below 0 for a span without keys, which stores nothing."""
+    int32, are the spans' last ones; below 0 for a span without keys, which stores nothing."""
 
     k: Tensor
     v: Tensor

@@ -1,6 +1,7 @@
 """Writing K and V into one layer of the pool: Triton on CUDA, plain torch elsewhere.
 
-Knows: rows and slots. Does not know: layers, requests, who chose the slots.
+Knows: rows and slots; how a decode step's rows begin. Does not know: layers, requests, who chose
+the slots.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def next_tokens(
     if that is below 0), or the given one where the source is below 0.
 
     Also writes each row's slot into its entry of `slots_S`; rows without a slot share an entry that
-    nobody reads. All but `drawn_B` and `tokens_B` (int64) are int32.
+    nobody reads. All are contiguous; all but `drawn_B` and `tokens_B` (int64) are int32.
     """
     gpu = pick("pool", drawn_B.device)
     gpu.next_tokens(drawn_B, sources_B, given_B, entries_B, slots_B, slots_S, tokens_B)

@@ -27,7 +27,8 @@ from loongd.model.spec import ModelSpec
 from loongd.model.weights import LayerWeights, Weights
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_TNH, k_TKH, v_TKH) -> out_TNH; q and k are rotated, v may be a view with gaps."""
+"""(layer, q_TNH, k_TKH, v_TKH) -> out_TNH; q and k are rotated, unless a `Store` leaves that to it;
+v may be a view with gaps."""
 
 Store = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(layer, q_TNH, k_TKH, v_TKH, cos_TH, sin_TH), q and k not rotated yet; leaves what it does not do

@@ -44,8 +44,9 @@ from loongd.worker.peers import PeerMemory
 from loongd.worker.slot_table import SlotTable
 
 MOST_FRESH = 32
-"""Rows up to which attention itself rotates and stores the new tokens. On an H200 a layer of one
-row takes 9.4 us so, not 10.9; of 64 to 256 as long either way; of 1,024 short ones 601, not 465."""
+"""Rows up to which attention itself rotates and stores the new tokens. On an H200 a layer's
+attention of one row takes 9.4 us so, not 10.9; of 64 to 256 as long either way; of 1,024 short ones
+601, not 465."""
 
 
 @dataclass(frozen=True, slots=True)

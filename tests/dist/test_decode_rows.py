@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from loongd.wire import Extend, RunMigrate, RunStep, Sampled, Sampling, pack_tokens
-from loongd.worker import slot_table
+from loongd.worker import decode_graphs, slot_table
 from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decode_layout import BUCKETS, MAX_EXCHANGED_ROWS, shape_of
 from loongd.worker.decoder import Decoder
@@ -139,11 +139,14 @@ def test_any_masters_and_holders(
     assert clusters[0].graph_steps
 
 
+@pytest.mark.parametrize("most_fresh", [0, decode_graphs.MOST_FRESH])
 def test_the_same_step_again_and_again(
-    clusters: tuple[DecodingCluster, Cluster], monkeypatch: pytest.MonkeyPatch
+    clusters: tuple[DecodingCluster, Cluster], monkeypatch: pytest.MonkeyPatch, most_fresh: int
 ) -> None:
-    """Steps that follow each other take their tokens from the device, across a full region."""
+    """Steps that follow each other take their tokens from the device, across a full region; new
+    keys are stored by attention, or ahead of it."""
     monkeypatch.setattr(slot_table, "_LEAST_ROOM", 8)
+    monkeypatch.setattr(decode_graphs, "MOST_FRESH", most_fresh)
     for cluster in clusters:
         cluster.reset()
     pair = (Sequence("a", [3, 1, 4]), Sequence("a", [3, 1, 4]))

@@ -51,16 +51,21 @@ class Step:
         last = [owned[end - 1] if length else -1 for end, length in ends]
         for pool in (p.k, p.v):
             pool[[slot for slot in last if slot >= 0]] = torch.nan
+        # all strides differ, so that none stands in for another
         qkv = torch.randn(len(k_lens), 3 * num_kv_heads, head_dim, generator=generator)
         qkv = qkv.to(device, kind)
+        v = torch.randn(len(k_lens), num_kv_heads, head_dim + 8, generator=generator)
         angles = torch.randn(len(k_lens), head_dim, generator=generator)
+        sin = torch.zeros(len(k_lens), head_dim + 16, dtype=kind, device=device)[:, :head_dim]
+        sin.copy_(angles.sin())
+        p.v = p.v.new_full((*p.v.shape[:2], head_dim + 8), torch.nan)[..., :head_dim].copy_(p.v)
         return cls(
             p,
             Fresh(
                 qkv[:, num_kv_heads : 2 * num_kv_heads],
-                qkv[:, 2 * num_kv_heads :],
+                v.to(device, kind)[..., :head_dim],
                 angles.cos().to(device, kind),
-                angles.sin().to(device, kind),
+                sin,
                 torch.tensor(last, dtype=torch.int32, device=device),
             ),
         )
@@ -73,7 +78,11 @@ class Step:
         wide = Fresh(*tensors, one.slots.cpu())
         cu_k = self.p.cu_k.cpu()
         more = {"scale": self.p.scale, "fresh": wide}
-        return reference.split_kv(q, k, v, slots, None, cu_k, **more), (k, v)
+        before = q.clone(), wide.k.clone()
+        state = reference.split_kv(q, k, v, slots, None, cu_k, **more)
+        assert torch.equal(q, before[0])
+        assert torch.equal(wide.k, before[1])
+        return state, (k, v)
 
     def run(self, tiling: Tiling | None) -> tuple[Tensor, Tensor]:
         p = self.p
@@ -112,6 +121,13 @@ def test_fresh_any_head_dim(device: torch.device, head_dim: int) -> None:
     out, lse = step.run(None)
     assert_close(out, expected[0], HALF)
     assert_close(lse, expected[1], HALF)
+
+
+def test_fresh_is_one_query_a_span(device: torch.device) -> None:
+    p = make_problem([1], [5], heads=(2, 2), head_dim=64, dtype=FULL, device=device)
+    step = Step.of(p, [5])
+    with pytest.raises(AssertionError):
+        attend.split_kv(p.q, p.k, p.v, p.slots, p.cu_q, p.cu_k, scale=p.scale, fresh=step.fresh)
 
 
 @pytest.mark.gpu

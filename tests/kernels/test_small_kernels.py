@@ -139,6 +139,17 @@ def test_rotary_angles(device: torch.device, half: int, own: bool, scale: float)
     assert elementwise.rotary_angles(positions[:0], inv_freq[:0], 1.0, dtype)[0].shape[0] == 0
 
 
+def test_rows_with_gaps_are_refused(device: torch.device) -> None:
+    rows = torch.arange(8, device=device)
+    with pytest.raises(AssertionError):
+        elementwise.rotary_angles(rows[::2], torch.rand(4, device=device), 1.0, torch.float32)
+    with pytest.raises(AssertionError):
+        elementwise.rotary_angles(rows, torch.rand(8, device=device)[::2], 1.0, torch.float32)
+    columns = rows.int().view(4, 2).T
+    with pytest.raises(AssertionError):
+        pool.next_tokens(rows, *columns.expand(2, 4), columns[0], columns[1], rows.int(), rows[:4])
+
+
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_next_tokens(device: torch.device, rows: int) -> None:
     """Drawn, given and failed rows; a row without a slot writes into the last entry."""

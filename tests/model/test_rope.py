@@ -7,6 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from loongd.kernels.elementwise import rotary_angles
+from loongd.model.arithmetic import Exact
 from loongd.model.rope import Rotary
 from loongd.model.spec import ModelSpec
 
@@ -43,7 +45,7 @@ ROPES = {
 MAX_POSITIONS = 8192
 
 
-def both(name: str, *, head_dim: int = 64, theta: float = 10000.0):
+def both(name: str, *, head_dim: int = 64, theta: float = 10000.0, angles=rotary_angles):
     """Our Rotary and transformers' for one configuration."""
     config = LlamaConfig(
         vocab_size=32,
@@ -56,7 +58,8 @@ def both(name: str, *, head_dim: int = 64, theta: float = 10000.0):
         rope_parameters=ROPES[name] | {"rope_theta": theta},
         architectures=["LlamaForCausalLM"],
     )
-    return Rotary(ModelSpec.from_config(config.to_dict()), CPU), LlamaRotaryEmbedding(config)
+    spec = ModelSpec.from_config(config.to_dict())
+    return Rotary(spec, CPU, angles=angles), LlamaRotaryEmbedding(config)
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -68,6 +71,16 @@ def test_equals_transformers(name, head_dim, theta, start):
     cos, sin = reference(torch.empty(0), positions_T[None])
     cos_TH, sin_TH = rotary.cos_sin(positions_T, torch.full_like(positions_T, start + 300))
     assert cos_TH.dtype == sin_TH.dtype == torch.float32
+    torch.testing.assert_close(cos_TH, cos[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(sin_TH, sin[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_the_exact_angles_too(name):
+    rotary, reference = both(name, angles=Exact().rotary_angles)
+    positions_T = torch.tensor([0, 1, 999, 8191, 40_000])
+    cos, sin = reference(torch.empty(0), positions_T[None])
+    cos_TH, sin_TH = rotary.cos_sin(positions_T, torch.full_like(positions_T, 40_001))
     torch.testing.assert_close(cos_TH, cos[0], atol=1e-6, rtol=0)
     torch.testing.assert_close(sin_TH, sin[0], atol=1e-6, rtol=0)
 

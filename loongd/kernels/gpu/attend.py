@@ -20,8 +20,8 @@ LOG2_E = 1.4426950408889634
 MAX_DECODE_ROWS = 64
 """Rows (queries x heads of a kv head) of a span up to which `split_kv` takes it."""
 _LEAST_BLOCKS = 2
-"""Blocks of keys of a share at least: one is mostly waiting, and each share is to be merged. H200,
-one span of 1K with a new token: 9.4 us, of one block 10.1, of three 10.6."""
+"""Blocks of keys that a share has about, where there are few: one is mostly waiting, and each share
+is to be merged. H200, one span of 1K with a new token: 9.4 us, with one 10.1, with three 10.6."""
 
 
 def split_kv(
@@ -53,10 +53,10 @@ def split_kv(
         scale: factor of the scores.
         max_q: at least the longest span's queries; times the group at most `MAX_DECODE_ROWS`.
         k_ends: (B,) int32 ends of the spans' slots, where there are gaps between the spans.
-        out: contiguous float32 out_TNH and lse_TN to write into, on this device or on a peer's
-            that is mapped here; new by default.
-        fresh: each span's last key and value; they are rotated and stored, as are the queries, one
-            a span, rotated first (not in place).
+        out: contiguous out_TNH (any float type) and float32 lse_TN to write into, on this device or
+            on a peer's that is mapped here; new by default, and float32.
+        fresh: each span's last key, not rotated yet, and value, which are stored here. The queries,
+            one a span, are not rotated either, and stay as they are.
         tiling: sizes of the launch; by default those measured best.
     """
     k_begins, k_ends = (cu_k, k_ends) if k_ends is not None else (cu_k[:-1], cu_k[1:])

@@ -1,11 +1,11 @@
 """Attention over keys anywhere in memory.
 
 Knows: one kernel that walks a flat list of work (tile of queries x block of keys), cut into as
-many equal shares as programs run at once. Another one merges the shares of a tile
-(`attend_merge`).
-So a batch of one long and many short requests keeps the whole device busy, the grid does not
-depend on the data, and no share is larger than another. Where tiles may be a block or two long,
-what one costs beside its blocks counts as TILE_COST blocks ahead of them.
+many equal shares as programs run at once, or fewer where those would be short. Another one merges
+the shares of a tile (`attend_merge`). So a batch of one long and many short requests keeps the
+whole device busy, the grid does not depend on the data, and no share is larger than another. Where
+tiles may be a block or two long, what one costs beside its blocks counts as TILE_COST blocks ahead
+of them.
 A tile may be a new token that is rotated and stored here too (`attend_fresh`).
 Does not know: tensors, who launches.
 
@@ -179,15 +179,15 @@ def attend_shares(
     FRESH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One share of the work for one kv head; grid (kv heads, shares). A share has LEAST blocks.
+    """One share of the work for one kv head; grid (kv heads, shares). LEAST: see `used_shares`.
 
     PLANNED: `tiles_ptr` (T, 5) and `ends_ptr` (T + 1) come from the host, with TILE_COST 0.
     Otherwise each span is one tile, the list is derived from the spans' first slots and ends
     (`k_begins_ptr`, `k_ends_ptr`), and `ends_ptr` is written for `merge_shares`.
 
     FRESH (not PLANNED, a query a span): queries are not rotated yet, and key and value of each
-    span's last slot are rows of `k_new_ptr` and `v_new_ptr`, to be stored unless its entry in
-    `new_slots_ptr`, which is that slot, is below 0.
+    span's last slot, its entry in `new_slots_ptr`, are rows of `k_new_ptr` and `v_new_ptr`, to be
+    stored. Spans without keys store nothing, whatever their entries.
     """
     wait_for_ahead(EARLY)
     head = tl.program_id(0)

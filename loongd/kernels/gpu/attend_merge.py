@@ -14,7 +14,8 @@ from loongd.kernels.gpu.early import wait_for_ahead
 
 @triton.jit
 def used_shares(num_shares, total, LEAST: tl.constexpr):
-    """Shares that have work (int64): each has LEAST blocks or more, so that none is empty."""
+    """Shares that have work (int64): as many as give each about LEAST blocks, so that none is
+    empty."""
     return tl.minimum(num_shares, (total + LEAST - 1) // LEAST).to(tl.int64)
 
 

@@ -166,6 +166,8 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of rotations; see `kernels.elementwise.rotary_angles`."""
     num_tokens, half = len(positions_T), inv_freq.shape[-1]
+    assert positions_T.is_contiguous()
+    assert inv_freq.stride(-1) == 1
     cos, sin = (
         torch.empty((num_tokens, 2 * half), dtype=dtype, device=positions_T.device)
         for _ in range(2)

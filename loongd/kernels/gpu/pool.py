@@ -54,15 +54,11 @@ def next_tokens(
 ) -> None:
     """Each row's token, its slot written down; see `kernels.pool.next_tokens`."""
     num_rows = len(sources_B)
+    rows = (drawn_B, sources_B, given_B, entries_B, slots_B, slots_S, tokens_B)
+    assert all(x.is_contiguous() for x in rows)
     if num_rows:
         tokens_of_rows[(triton.cdiv(num_rows, _TOKENS),)](
-            drawn_B,
-            sources_B,
-            given_B,
-            entries_B,
-            slots_B,
-            slots_S,
-            tokens_B,
+            *rows,
             num_rows,
             BLOCK=_TOKENS,
             num_warps=1,

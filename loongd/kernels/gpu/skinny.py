@@ -21,7 +21,8 @@ from loongd.kernels.gpu.skinny_kernels import product_of_few
 from loongd.kernels.skinny import MOST_ROWS
 
 _LARGE = 6144 * 4096
-"""Weights from which the own product is the faster one for up to `MOST_ROWS` rows."""
+"""Weights from which the own product is the faster one for up to `MOST_ROWS` rows, or as fast: what
+follows an added product saves its norm besides."""
 _MOST_BLOCKS = 64
 """Blocks of outputs of a product that is cut along its inputs."""
 
@@ -75,7 +76,7 @@ def tile_of(rows: int, num_outs: int, dtype: torch.dtype, *, gated: bool) -> Til
     while splits < 4 and blocks * splits <= _MOST_BLOCKS:
         splits *= 2
     if block_m == 64:
-        # as many programs as multiprocessors, or half the programs with twice the outputs
+        # no more programs than multiprocessors, or half of them with twice the outputs
         few = blocks * splits <= 128
         return Tile(64, 64, 128, 4, 5, splits) if few else Tile(64, 128, 128, 8, 4, splits)
     # programs that have a multiprocessor each, of some 130, may keep more of W in flight
