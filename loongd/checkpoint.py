@@ -70,7 +70,10 @@ async def _converted(gguf: Path, dtype: str, cache: Path, on_stage: OnStage) -> 
     """The converted directory of a GGUF file; a second start finds it in the cache."""
     if not gguf.is_file():  # noqa: ASYNC240 - once, before anything is served
         raise ModelError(f"--model {gguf}: no such file")
-    cache.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
+    try:
+        cache.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
+    except OSError as error:
+        raise ConfigError(f"cache_dir {cache} cannot be made: {error.strerror}") from None
     directory = converted_dir(gguf, dtype, cache)
     if is_converted(directory):
         return directory
@@ -89,7 +92,8 @@ async def _converted(gguf: Path, dtype: str, cache: Path, on_stage: OnStage) -> 
     _, complaint = await process.communicate()
     if process.returncode:
         lines = complaint.decode(errors="replace").strip().splitlines()
-        raise ModelError(lines[-1] if lines else f"{gguf}: conversion failed")
+        last = lines[-1] if lines else f"{gguf}: conversion failed"
+        raise ModelError(f"{last} (cache_dir {cache})" if "[Errno" in last else last)
     return directory
 
 

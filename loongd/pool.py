@@ -237,8 +237,7 @@ class WorkerPool:
             *("--instance", str(instance), "--tp-rank", str(tp_rank)),
             *("--socket", address, "--log-level", self._log_level),
             stdin=asyncio.subprocess.DEVNULL,
-            # All workers are on this node; gloo would else need the host's name to resolve.
-            env={"GLOO_SOCKET_IFNAME": "lo", **os.environ},
+            env=_environment(),
         )
         part = f" tp_rank {tp_rank}" if start.tensor_parallel_size > 1 else ""
         worker = _Worker(instance, tp_rank, f"worker{part}", process)
@@ -351,3 +350,14 @@ class WorkerPool:
 def _identity(instance: int, tp_rank: int) -> bytes:
     """The name of a worker on the socket, as the worker itself builds it."""
     return b"%d.%d" % (instance, tp_rank)
+
+
+def _environment() -> dict[str, str]:
+    """What workers find: what this process has, and what it lacks of this."""
+    # all workers are on this node; gloo would else need the host's name to resolve
+    found = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    if "OMP_WAIT_POLICY" not in found:
+        # two threads beside a busy process took 320 to 450 ms where they take 26 alone, as each
+        # spins for its peer's whole time slice; so 94, and 27 alone (never spinning: 55, 44)
+        found.setdefault("GOMP_SPINCOUNT", "10000")
+    return found

@@ -253,9 +253,9 @@ class Scheduler:
                 self._fail(request, message, code="step_failed", status=500, now=event.now)
 
     def _on_cancelled(self, event: Cancelled) -> None:
-        request = self._state.find(event.request_id)
-        if request is not None:
-            self._finish(request, "cancelled", event.now, cause=event.cause)
+        if request := self._state.find(event.request_id):
+            reason = "stop" if event.cause == "stop" else "cancelled"
+            self._finish(request, reason, event.now, cause=event.cause)
 
     def _on_joined(self, event: InstanceJoined) -> None:
         known = self._state.instances.get(event.instance)
@@ -316,7 +316,7 @@ class Scheduler:
         self._state.totals.num_finished[reason] += 1
         self._actions.append(Finish(request.request_id, reason))
         text = f"{request.request_id} ended after {plural(request.num_generated, 'token')}: "
-        text += f"{reason} ({cause})" if cause else reason
+        text += reason if cause in ("", reason) else f"{reason} ({cause})"
         event = "cancelled" if reason == "cancelled" else "finished"
         if event == "finished" and request.first_token_s is not None:
             self._state.totals.decode_s += now - request.first_token_s

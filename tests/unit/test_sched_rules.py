@@ -95,6 +95,20 @@ def test_stop_token_ends_once_min_tokens_are_there():
     assert actions[:2] == [Emit("a", 9), Finish("a", "stop")]
 
 
+def test_a_stop_string_ends_a_request_as_a_stop_token_does():
+    driver = Driver(100)
+    driver.arrive("a", 5)
+    driver.done(1, "a", token=9)
+    assert Finish("a", "stop") in driver.handle(Cancelled, "a", "stop")
+    driver.arrive("b", 5)
+    assert Finish("b", "cancelled") in driver.handle(Cancelled, "b", "client")
+    assert driver.scheduler.snapshot().totals.num_finished == {"stop": 1, "cancelled": 1}
+    last = driver.scheduler.story("a").entries[-1]
+    assert last.event == "finished"
+    assert last.text.startswith("a ended after 1 token: stop")
+    assert "cancelled (client)" in driver.scheduler.story("b").entries[-1].text
+
+
 # -- prefill
 
 
