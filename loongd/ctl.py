@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -249,6 +250,10 @@ def _left(answer: Mapping[str, int]) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized") and re.search(
+            r"--(socket|runtime-dir)( |=|$)", message
+        ):
+            message += "; --socket and --runtime-dir go ahead of the command"
         self.exit(2, f"loongctl: error: {message} (see {self.prog} --help)\n")
 
 

@@ -266,6 +266,15 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_where_options_of_the_daemon_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ctl.main(["status", "--runtime-dir", "run"])
+    assert "; --socket and --runtime-dir go ahead of the command" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        ctl.main(["status", "--runtime-directory", "run"])
+    assert "go ahead" not in capsys.readouterr().err
+
+
 def test_config_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
