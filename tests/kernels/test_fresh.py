@@ -123,6 +123,20 @@ def test_fresh_any_head_dim(device: torch.device, head_dim: int) -> None:
     assert_close(lse, expected[1], HALF)
 
 
+def test_a_slot_below_0_writes_over_nobody(device: torch.device) -> None:
+    p = make_problem([1], [5], heads=(2, 2), head_dim=64, dtype=FULL, device=device)
+    step = Step.of(p, [5])
+    step.fresh.slots.fill_(-1)
+    # as a layer's pool lies behind another's
+    pools = [torch.full((12 + len(x), 2, 64), 7.0, device=device) for x in (p.k, p.v)]
+    for pool, x in zip(pools, (p.k, p.v), strict=True):
+        pool[12:] = x.nan_to_num()
+    before = [pool.clone() for pool in pools]
+    k, v = (pool[12:] for pool in pools)
+    attend.split_kv(p.q, k, v, p.slots, None, p.cu_k, scale=p.scale, fresh=step.fresh)
+    assert all(map(torch.equal, pools, before))
+
+
 def test_fresh_is_one_query_a_span(device: torch.device) -> None:
     p = make_problem([1], [5], heads=(2, 2), head_dim=64, dtype=FULL, device=device)
     step = Step.of(p, [5])

@@ -41,8 +41,8 @@ def start_fresh(
     HEAD_DIM: tl.constexpr,
 ):
     """The state (out, peak, mass) of rotated queries that have seen their own key alone, where this
-    program `has_last` of a span's keys; it also stores that key, rotated, and value. Elsewhere a
-    state with a peak of -inf, of which the first key that is seen leaves nothing.
+    program `has_last` of a span's keys; it also stores that key, rotated, and value, unless the
+    slot is below 0. Elsewhere that of queries that have seen nothing.
 
     Nothing waits for what is stored: the loop over the other keys begins at once.
     """
@@ -51,9 +51,10 @@ def start_fresh(
     row = tl.zeros((1,), tl.int64)
     k = rotated(k_from + row, cos_ptr, sin_ptr, h, here[None, :], HEAD_DIM)
     v = tl.load(v_from + h, mask=here, other=0.0)
-    tl.store((k_to + slot * stride_ks + row)[:, None] + h[None, :], k, mask=here[None, :])
-    tl.store(v_to + slot * stride_vs + h, v, mask=here)
+    stored = here & (slot >= 0)
+    tl.store((k_to + slot * stride_ks + row)[:, None] + h[None, :], k, mask=stored[None, :])
+    tl.store(v_to + slot * stride_vs + h, v, mask=stored)
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
     acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32) + v.to(tl.float32)[None, :]
-    peak = tl.where(has_last, score, float("-inf"))
-    return acc, peak, tl.full((q.shape[0],), 1.0, tl.float32)
+    mass = tl.zeros((q.shape[0],), tl.float32)
+    return acc, tl.where(has_last, score, float("-inf")), tl.where(has_last, mass + 1.0, mass)

@@ -187,7 +187,7 @@ def attend_shares(
 
     FRESH (not PLANNED, a query a span): queries are not rotated yet, and key and value of each
     span's last slot, its entry in `new_slots_ptr`, are rows of `k_new_ptr` and `v_new_ptr`, to be
-    stored. Spans without keys store nothing, whatever their entries.
+    stored unless that entry is below 0. Spans without keys store nothing.
     """
     wait_for_ahead(EARLY)
     head = tl.program_id(0)
