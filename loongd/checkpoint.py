@@ -92,8 +92,7 @@ async def _converted(gguf: Path, dtype: str, cache: Path, on_stage: OnStage) -> 
     _, complaint = await process.communicate()
     if process.returncode:
         lines = complaint.decode(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else f"{gguf}: conversion failed"
-        raise ModelError(f"{last} (cache_dir {cache})" if "[Errno" in last else last)
+        raise ModelError(lines[-1] if lines else f"{gguf}: conversion failed")
     return directory
 
 

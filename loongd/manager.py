@@ -325,7 +325,7 @@ class GlobalManager:
         live.stream.timings.finished_s = now
         live.stream.put_end(action.finish_reason)
         cause = live.stream.finish_reason
-        if action.finish_reason == "cancelled" and cause != "stop":
+        if action.finish_reason == "cancelled":
             self._ledger.cancelled(live, cause or "client")
         else:
             self._ledger.finished(live, "stop" if cause == "stop" else action.finish_reason)

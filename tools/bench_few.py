@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -30,6 +29,7 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from engine_kit import commit
 from kernel_clock import BF16, DEVICE, Work, random, time_us
 
 from loongd.kernels.gpu import elementwise, skinny
@@ -56,7 +56,7 @@ class Product:
     def weight(self) -> Tensor:
         return random(self.num_outs, self.dim).mul_(self.dim**-0.5)
 
-    def works(self, rows: int, tile: Tile | None) -> Work:
+    def work(self, rows: int, tile: Tile | None) -> Work:
         """The product on new buffers: in that tile, or by the library."""
         x, w = random(rows, self.dim), self.weight()
         if self.gated:
@@ -118,7 +118,7 @@ def _compile(cases: Sequence[tuple[Product, int]]) -> None:
     with Recording() as recording:
         for product, rows in cases:
             for tile in product.tiles(rows):
-                product.works(rows, tile)()
+                product.work(rows, tile)()
     torch.cuda.synchronize()
     Compiling.start(recording.variants).finish(lambda _: None)
 
@@ -127,9 +127,9 @@ def _row(product: Product, rows: int, runs: int) -> dict[str, Any]:
     num_bytes = 2 * product.num_outs * product.dim
     times_us = []
     for tile in product.tiles(rows):
-        us = time_us(partial(product.works, rows, tile), num_bytes, runs)
+        us = time_us(partial(product.work, rows, tile), num_bytes, runs)
         times_us.append((round(us, 2), *astuple(tile)))
-    library_us = time_us(partial(product.works, rows, None), num_bytes, runs)
+    library_us = time_us(partial(product.work, rows, None), num_bytes, runs)
     best = sorted(times_us)[:_KEPT]
     return {
         "name": product.name,
@@ -155,8 +155,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    head = ["git", "rev-parse", "HEAD"]
-    found = subprocess.run(head, capture_output=True, text=True, check=False)
     cases = [(product, rows) for rows in args.rows for product in PRODUCTS]
     _compile(cases)
     done = []
@@ -166,7 +164,7 @@ def main() -> int:
         done.append(row)
     document = {
         "command": " ".join(["tools/bench_few.py", *sys.argv[1:]]),
-        "commit": args.commit or found.stdout.strip() or "unknown",
+        "commit": args.commit or commit(),
         "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "dtype": str(BF16),

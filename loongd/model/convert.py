@@ -366,8 +366,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         convert_gguf(options.gguf, options.out_dir, options.dtype, report)
-    except (ModelError, OSError) as error:
+    except ModelError as error:
         sys.stderr.write(f"{error}\n")
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"{options.gguf} to {options.out_dir} (in cache_dir): {error}\n")
         return 1
     return 0
 

@@ -26,14 +26,6 @@ def first_block(share, used, total):
 
 
 @triton.jit
-def shares_of(tile_lo, tile_hi, used, total, TILE_COST: tl.constexpr):
-    """First and last share of a tile that lies from block `tile_lo` to `tile_hi` (int64): share p
-    has the blocks p * total // used to (p + 1) * total // used."""
-    first = ((tile_lo + TILE_COST + 1) * used - 1) // total
-    return first, (tile_hi * used - 1) // total
-
-
-@triton.jit
 def tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED: tl.constexpr, HAS_CU_Q: tl.constexpr):
     """First query of a tile's span, the span's number of queries, the tile's first row."""
     if PLANNED:
@@ -113,53 +105,6 @@ def store_rows(
     tl.store(lse_ptr + at, lse, mask=live)
 
 
-@triton.jit
-def merge_tile(
-    part_ptr,
-    part_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    tile,
-    head,
-    num_kv_heads,
-    num_heads,
-    first,
-    end,
-    q_start,
-    q_len,
-    row0,
-    within,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Rows `within` of a tile from the parts of its shares `first` to `end`; none: out 0, lse -inf.
-
-    Share p of tile t has its part at (p + t) * num_kv_heads + head.
-    """
-    rows = row0 + within
-    h = tl.arange(0, BLOCK_H)
-    live = rows < q_len * GROUP
-    at = (tl.cast(tile, tl.int64) * num_kv_heads + head) * BLOCK_M
-    acc, lse = _merge_parts(
-        part_ptr + at * HEAD_DIM,
-        part_lse_ptr + at,
-        first,
-        end,
-        num_kv_heads * BLOCK_M,
-        within,
-        live,
-        h,
-        HEAD_DIM,
-        BLOCK_P,
-    )
-    store_rows(
-        out_ptr, lse_ptr, acc, lse, rows, head, num_heads, q_start, q_len, h, GROUP, HEAD_DIM
-    )
-
-
 @triton.jit(do_not_specialize=["num_tiles"])
 def merge_shares(
     part_ptr,
@@ -197,27 +142,28 @@ def merge_shares(
     total = tl.maximum(tl.load(ends_ptr + num_tiles), 1)
     q_start, q_len, row0 = tile_queries(tiles_ptr, cu_q_ptr, tile, PLANNED, HAS_CU_Q)
     used = used_shares(num_shares, total, LEAST)
-    first, last = shares_of(tile_lo, tile_hi, used, total, TILE_COST)
+    # share p has the blocks p * total // used to (p + 1) * total // used
+    first = ((tile_lo + TILE_COST + 1) * used - 1) // total
+    last = (tile_hi * used - 1) // total
     empty = tile_hi == tile_lo
     if (row0 + chunk * ROWS < q_len * GROUP) & (empty | (last > first)):
-        merge_tile(
-            part_ptr,
-            part_lse_ptr,
-            out_ptr,
-            lse_ptr,
-            tile,
-            head,
-            tl.num_programs(1),
-            num_heads,
+        within = chunk * ROWS + tl.arange(0, ROWS)
+        rows = row0 + within
+        h = tl.arange(0, BLOCK_H)
+        # share p of tile t has its part at (p + t) * kv heads + head
+        at = (tl.cast(tile, tl.int64) * tl.num_programs(1) + head) * BLOCK_M
+        acc, lse = _merge_parts(
+            part_ptr + at * HEAD_DIM,
+            part_lse_ptr + at,
             first,
             tl.where(empty, first, last + 1),
-            q_start,
-            q_len,
-            row0,
-            chunk * ROWS + tl.arange(0, ROWS),
-            GROUP,
+            tl.num_programs(1) * BLOCK_M,
+            within,
+            rows < q_len * GROUP,
+            h,
             HEAD_DIM,
-            BLOCK_H,
-            BLOCK_M,
             BLOCK_P,
+        )
+        store_rows(
+            out_ptr, lse_ptr, acc, lse, rows, head, num_heads, q_start, q_len, h, GROUP, HEAD_DIM
         )
