@@ -59,7 +59,11 @@ SQUARES: tuple[tuple[str, tuple[int, int], tuple[int, ...]], ...] = (
     ("mha 1K", MHA, (1024,)),
     ("mha 2K", MHA, (2048,)),
     ("mha 4K", MHA, (4096,)),
+    ("mha 1300", MHA, (1300,)),
+    ("mha 2300", MHA, (2300,)),
     ("mha 5003", MHA, (5003,)),
+    ("gqa8 5400", GQA, (5400,)),
+    ("mha 9300", MHA, (9300,)),
     ("mha 16K", MHA, (16384,)),
     ("gqa8 16K", GQA, (16384,)),
     ("mha 64 x 128", MHA, (128,) * 64),
@@ -139,9 +143,11 @@ def bench_square(bench: Bench) -> None:
     for name, heads, lens in SQUARES:
         flop = sum(2.0 * heads[0] * HEAD_DIM * n * n for n in lens)
         num_bytes = 2 * sum(lens) * sum(heads) * HEAD_DIM * 2
-        spans = Spans(lens, lens, DEVICE)
         for backend in backends:
-            make = partial(_square, heads, sum(lens), partial(_of_spans, backend, spans))
+            spare = backend.spare(lens[0]) if len(lens) == 1 else 0
+            spans = Spans(lens, lens, DEVICE, spare=spare)
+            attention = partial(_of_spans, backend, spans)
+            make = partial(_square, heads, sum(lens), attention, spare)
             bench.matrix(f"square {backend.name}", name, flop, num_bytes, make)
         if len(lens) == 1:
             alone = partial(cudnn.attention, scale=SCALE, causal=True)
@@ -149,11 +155,15 @@ def bench_square(bench: Bench) -> None:
             bench.matrix("cudnn alone", name, flop, num_bytes, make)
 
 
-def _square(heads: tuple[int, int], num_tokens: int, attention: Callable[..., object]) -> Work:
-    """Queries, keys and values as the model has them: the values with gaps."""
+def _square(
+    heads: tuple[int, int], num_tokens: int, attention: Callable[..., object], spare: int = 0
+) -> Work:
+    """Queries, keys and values as the model has them: the values with gaps, all with `spare` rows
+    behind. Zeros there are made by the linear layers, and not timed."""
     num_heads, num_kv_heads = heads
-    q, k = (random(num_tokens, n, HEAD_DIM) for n in heads)
-    qkv = random(num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM)
+    whole = num_tokens + spare
+    q, k = (random(whole, n, HEAD_DIM)[:num_tokens] for n in heads)
+    qkv = random(whole, num_heads + 2 * num_kv_heads, HEAD_DIM)[:num_tokens]
     return partial(attention, q, k, qkv[:, num_heads + num_kv_heads :])
 
 

@@ -35,6 +35,8 @@ class Spans:
     """Packed spans: span `i` has `q_lens[i]` queries and `k_lens[i]` keys, all back to back.
 
     `q_positions` and `k_positions` (int64, packed alike) are needed only for sliding windows.
+    A square that is alone may have `spare` rows behind its queries, keys and values (those of the
+    latter two finite), which an `AttentionBackend` that asks for them computes and drops.
     """
 
     q_lens: tuple[int, ...]
@@ -42,6 +44,7 @@ class Spans:
     device: torch.device
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
+    spare: int = 0
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -108,6 +111,9 @@ class AttentionBackend(Protocol):
 
     def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
         """Do before serving what would make the first spans of a size slow; the fractions done."""
+
+    def spare(self, num_tokens: int) -> int:
+        """`Spans.spare` with which a square of so many tokens that is alone is faster."""
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -209,6 +215,10 @@ class DenseBackend:
         """Nothing to plan."""
         return ()
 
+    def spare(self, num_tokens: int) -> int:
+        """None: any length is as good."""
+        return 0
+
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
     ) -> tuple[Tensor, Tensor]:
@@ -253,6 +263,10 @@ class CpuFlashBackend:
     def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
         """Nothing to plan."""
         return ()
+
+    def spare(self, num_tokens: int) -> int:
+        """None: any length is as good."""
+        return 0
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -307,6 +321,10 @@ class CudaFlashBackend:
     def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
         """Nothing to plan."""
         return ()
+
+    def spare(self, num_tokens: int) -> int:
+        """None: any length is as good."""
+        return 0
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans

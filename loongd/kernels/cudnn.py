@@ -1,8 +1,9 @@
 """cuDNN's attention through torch: one span, any numbers of queries and keys, with log-sum-exp.
 
 Knows: what it costs. The fastest there is on Hopper (600 to 690 TFLOP/s), but every new pair of
-lengths takes 45 to 80 ms to plan (the first of a kind 1 s), once a thread. So causal squares are
-rounded down to at most 8 sizes an octave (above `_EXACT` the plan is small beside the work), and
+lengths takes 40 to 65 ms to plan (the first of a kind 1 s), once a thread. So causal squares are
+rounded up to a size with rows behind them that nobody asked for (`spare`), where they are alone and
+short; else down to one, with a rest (above `_EXACT` the plan is small beside the work). And
 queries over a prefix, whose length is new in every chunk of a prompt, are cut in both directions
 into pieces of few sizes (`pieces`): 30 pairs in all. What is left of the queries is padded to a
 piece where that is faster (`query_rows`); the caller does the rest another way. torch's
@@ -29,11 +30,14 @@ LEAST_QUERIES = 320
 """Queries over the pool from which a piece of the smallest size is faster here, padded, than they
 are in Triton: it takes as long whatever is in it, and 512 rows at 600 TFLOP/s take as long as 341
 at 400; Triton needs more launches besides."""
+MOST_SPARE = 8192
+"""Tokens up to which a lone square is rounded up. It takes 0.92 to 1.0 of the time of its own plan
+so, and 0.65 to 0.87 with a rest; longer ones 0.77 to 0.93, and 0.88 to 0.95 with a rest (H200)."""
 _EXACT = 131072
 _STEP = 256
 _SHORTER = 4096
-"""From here on there is a plan for one token less than each size too: in a ring, half of the blocks
-have a row less than the stripes."""
+"""From here on there is a plan for one token less than sizes an eighth of an octave apart, too: in
+a ring, half of the blocks have a row less than the stripes."""
 _PLANNED = 32768
 """Squares up to this size are planned before serving: those above take 100 times their plan."""
 
@@ -58,14 +62,37 @@ def aligned(length: int, least: int) -> int:
         return 0
     if length >= _EXACT:
         return length
-    if length + 1 >= _SHORTER and (length + 1) % _step(length + 1) == 0:
+    if length + 1 >= _SHORTER and (length + 1) % _eighth(length + 1) == 0:
         return length
     return length - length % _step(length)
 
 
+def spare(length: int) -> int:
+    """Rows behind a causal square of so many tokens, alone in its call, that make it as long as a
+    planned one; 0 where it is as fast without."""
+    return -length % _step(length) if LEAST_SQUARE <= length <= MOST_SPARE else 0
+
+
 def _step(length: int) -> int:
-    """Between planned sizes: an eighth of the octave."""
+    """Between planned sizes."""
+    return _STEP if length < MOST_SPARE else _eighth(length)
+
+
+def _eighth(length: int) -> int:
+    """Of the octave."""
     return max(_STEP, (1 << (length.bit_length() - 1)) // 8)
+
+
+def planned_sizes() -> list[tuple[int, int, bool, bool]]:
+    """(queries, keys, causal, whether values have a tensor of their own) of each plan."""
+    squares = [LEAST_SQUARE]
+    while squares[-1] < _PLANNED:
+        squares.append(squares[-1] + _step(squares[-1]))
+    sizes = [(n, n, True, True) for n in squares]
+    # a plan is for strides too: of few tokens, values lie beside queries and keys
+    sizes += [(n, n, True, False) for n in squares if n <= MOST_SPARE]
+    sizes += [(n - 1, n - 1, True, True) for n in squares if n >= _SHORTER and n % _eighth(n) == 0]
+    return sizes + [(q, k, False, True) for q in QUERY_SIZES for k in KEY_SIZES]
 
 
 def plan_ahead(
@@ -75,13 +102,7 @@ def plan_ahead(
 
     cuDNN keeps plans by thread: to be called on the one that serves.
     """
-    squares = [LEAST_SQUARE]
-    while squares[-1] < _PLANNED:
-        squares.append(squares[-1] + _step(squares[-1]))
-    # a plan is for strides too, and values may lie beside queries and keys in one tensor
-    sizes = [(n, n, True, apart) for n in squares for apart in (True, False)]
-    sizes += [(n - 1, n - 1, True, True) for n in squares if n >= _SHORTER]
-    sizes += [(q, k, False, True) for q in QUERY_SIZES for k in KEY_SIZES]
+    sizes = planned_sizes()
     for number, (num_q, num_k, causal, apart) in enumerate(sizes):
         q_TNH = torch.zeros(num_q, num_heads, head_dim, dtype=dtype, device="cuda")
         k_TKH = torch.zeros(num_k, num_kv_heads, head_dim, dtype=dtype, device="cuda")

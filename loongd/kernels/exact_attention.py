@@ -235,6 +235,10 @@ class ExactBackend:
         """Nothing to plan."""
         return ()
 
+    def spare(self, num_tokens: int) -> int:
+        """None: any length is as good."""
+        return 0
+
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
     ) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from loongd.kernels import cudnn
 from loongd.kernels.attention import CudaFlashBackend, PoolSlots, Spans
 from loongd.kernels.gpu.attend import MAX_DECODE_ROWS, extend, split_kv
 from loongd.kernels.gpu.merge import merge_state_
+from loongd.kernels.spare import with_spare
 
 Range = tuple[int, int, int, int]
 """First query, end, first key, end."""
@@ -104,6 +105,10 @@ class TritonBackend:
             return ()
         return cudnn.plan_ahead(num_heads, num_kv_heads, head_dim, self._dtype, scale=self._scale)
 
+    def spare(self, num_tokens: int) -> int:
+        """What makes the square one that cuDNN is planned for."""
+        return cudnn.spare(num_tokens) if self._use_cudnn and self._square is None else 0
+
     def rehearsing(self) -> TritonBackend:
         """One that launches the same own kernels, but calls no library: these take long to plan,
         once a thread."""
@@ -122,6 +127,10 @@ class TritonBackend:
             if self._rehearses:
                 return _empty_state(q_TNH, q_TNH.dtype)
             return self._square.square_causal(q_TNH, k_TKH, v_TKH, spans)
+        if spans.spare and self._use_cudnn:
+            wide = (with_spare(x, spans.spare) for x in (q_TNH, k_TKH, v_TKH))
+            out, lse = self._library(*wide, causal=True)
+            return out[: len(q_TNH)], lse[: len(q_TNH)]
         alone = len(spans.ranges) == 1
         least = cudnn.LEAST_SQUARE if alone else cudnn.LEAST_SQUARE_OF_MANY
         out, lse = _empty_state(q_TNH, q_TNH.dtype)

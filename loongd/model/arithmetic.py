@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from loongd.kernels import elementwise, exact, skinny
 from loongd.kernels.division import Division
+from loongd.kernels.spare import linear_with_spare
 from loongd.model.weights import Projection
 
 
@@ -80,8 +81,10 @@ class Arithmetic(Protocol):
     def silu_mul(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         """As `kernels.elementwise.silu_mul`."""
 
-    def project(self, projection: Projection, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """`projection(x_TD)`."""
+    def project(
+        self, projection: Projection, x_TD: Tensor, *, spare: int = 0
+    ) -> tuple[Tensor, ...]:
+        """`projection(x_TD)`, with `spare` rows of zeros behind (`kernels.spare`)."""
 
     def project_gated(self, projection: Projection, x_TD: Tensor) -> Tensor:
         """`silu_mul` of a projection's two outputs."""
@@ -102,7 +105,13 @@ class Arithmetic(Protocol):
         """`residual_TD` grows by `project_summed`. `norm_D` belongs to the norm that is next."""
 
     def add_and_project(
-        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+        self,
+        joint: Joint,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        ranks: TensorParallel | None,
+        *,
+        spare: int = 0,
     ) -> tuple[Tensor, ...]:
         """`residual_TD` grows by `project_summed(joint.added, x_TD)`; `joint.following` of the norm
         of that, as `project`."""
@@ -171,8 +180,10 @@ class Fast:
         tickets = skinny.new_tickets(device) if device.type == "cuda" else None
         return cls(tickets, _slow_types(device))
 
-    def project(self, projection: Projection, x_TD: Tensor) -> tuple[Tensor, ...]:
-        return projection(x_TD, self._linear)
+    def project(
+        self, projection: Projection, x_TD: Tensor, *, spare: int = 0
+    ) -> tuple[Tensor, ...]:
+        return projection(x_TD, partial(linear_with_spare, spare=spare) if spare else self._linear)
 
     def project_gated(self, projection: Projection, x_TD: Tensor) -> Tensor:
         weight_OD, *others = projection.weights_OD
@@ -201,11 +212,18 @@ class Fast:
             residual_TD += self.project_summed(projection, x_TD, ranks)
 
     def add_and_project(
-        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+        self,
+        joint: Joint,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        ranks: TensorParallel | None,
+        *,
+        spare: int = 0,
     ) -> tuple[Tensor, ...]:
-        added = self._add_joined(joint, x_TD, residual_TD, ranks)
+        added = None if spare else self._add_joined(joint, x_TD, residual_TD, ranks)
         if added is None:
-            return self.project(joint.following, _add_norm(self, joint, x_TD, residual_TD, ranks))
+            norm_TD = _add_norm(self, joint, x_TD, residual_TD, ranks)
+            return self.project(joint.following, norm_TD, spare=spare)
         assert self._tickets is not None
         product = partial(skinny.linear_of_few, tickets=self._tickets, division=added[1])
         return joint.following(added[0], product)
@@ -311,7 +329,10 @@ class Exact:
     def silu_mul(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         return exact.silu(gate_TF).mul_(up_TF.double()).to(gate_TF.dtype)
 
-    def project(self, projection: Projection, x_TD: Tensor) -> tuple[Tensor, ...]:
+    def project(
+        self, projection: Projection, x_TD: Tensor, *, spare: int = 0
+    ) -> tuple[Tensor, ...]:
+        assert not spare  # no attention of exact results asks for it
         outs = tuple(
             exact.linear(x_TD, weight_OD, bias_O).to(x_TD.dtype)
             for weight_OD, bias_O in zip(projection.weights_OD, projection.biases_O, strict=True)
@@ -346,9 +367,16 @@ class Exact:
         residual_TD += self.project_summed(projection, x_TD, ranks)
 
     def add_and_project(
-        self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None
+        self,
+        joint: Joint,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        ranks: TensorParallel | None,
+        *,
+        spare: int = 0,
     ) -> tuple[Tensor, ...]:
-        return self.project(joint.following, _add_norm(self, joint, x_TD, residual_TD, ranks))
+        norm_TD = _add_norm(self, joint, x_TD, residual_TD, ranks)
+        return self.project(joint.following, norm_TD, spare=spare)
 
     def add_and_project_gated(
         self, joint: Joint, x_TD: Tensor, residual_TD: Tensor, ranks: TensorParallel | None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from loongd.kernels.spare import new_rows
 from loongd.model.arithmetic import Arithmetic, Fast, Joint, TensorParallel
 from loongd.model.rope import Rotary
 from loongd.model.spec import ModelSpec
@@ -113,18 +114,22 @@ class Llama:
         *,
         rows_B: Tensor | None = None,
         store: Store | None = None,
+        spare: int = 0,
     ) -> Generator[int, None, Tensor]:
         """`forward` layer by layer, to be driven in inference mode: yields the number of layers
         that are done, after each but the last, and returns what `forward` does. In between, the
-        residual stream and the next layer's queries, keys and values are all that it holds."""
+        residual stream and the next layer's queries, keys and values are all that it holds.
+        Without a `store`, these have `spare` rows of zeros behind them (`kernels.spare`)."""
         hidden_TD = embedding(tokens_T, self._weights.embed_VD)
         angles = self._rotary.cos_sin(positions_T, lengths_T, self._dtype)
         layers, eps = self._weights.layers, self._spec.rms_norm_eps
         heads: list[Tensor] = []
+        # behind the values too, where they stay where the projection leaves them
+        beside = spare if len(hidden_TD) <= self._chunk_tokens else 0
         for rows in self._chunks(len(hidden_TD)):
             normed_TD = self._math.rms_norm(hidden_TD[rows], layers[0].input_norm_D, eps)
-            qkv = self._math.project(layers[0].qkv, normed_TD)
-            self._turn(layers[0], qkv, rows, angles, heads, store and partial(store, 0))
+            qkv = self._math.project(layers[0].qkv, normed_TD, spare=beside)
+            self._turn(layers[0], qkv, rows, angles, heads, store and partial(store, 0), spare)
             del qkv
         for index, (layer, following) in enumerate(zip(layers, (*layers[1:], None), strict=True)):
             out_TNH = attention(index, *heads)
@@ -134,10 +139,11 @@ class Llama:
                 hidden_TD = hidden_TD[rows_B]
             for rows in self._chunks(len(hidden_TD)):
                 # in place: the residual stream is this function's own
-                qkv = self._after_attention(layer, following, out_TNH[rows], hidden_TD[rows])
+                attended = (out_TNH[rows], hidden_TD[rows])
+                qkv = self._after_attention(layer, following, *attended, spare=beside)
                 if following is not None:
                     turn = store and partial(store, index + 1)
-                    self._turn(following, qkv, rows, angles, heads, turn)
+                    self._turn(following, qkv, rows, angles, heads, turn, spare)
                 del qkv  # as long as the input, if that is one chunk
             del out_TNH
             if following is not None:
@@ -172,10 +178,12 @@ class Llama:
         angles: tuple[Tensor, Tensor],
         heads: list[Tensor],
         store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None,
+        spare: int,
     ) -> None:
         """Queries, keys (both rotated) and values of a chunk, into the whole ones in `heads`.
 
-        `heads` is empty before the first chunk. A chunk that is all of the input is not copied.
+        `heads` is empty before the first chunk. A chunk that is all of the input is not copied; its
+        values have the `spare` rows behind them already.
         """
         (q, k, v), (cos_TH, sin_TH) = qkv, angles
         num_tokens, H, eps = len(q), self._spec.head_dim, self._spec.rms_norm_eps
@@ -190,10 +198,15 @@ class Llama:
             heads.extend((q_TNH, k_TKH, v_TKH))
             return
         if num_tokens == len(cos_TH):
-            heads.extend((*self._math.apply_rotary(q_TNH, k_TKH, cos_TH, sin_TH), v_TKH))
+            out = None
+            if spare:
+                out = (new_rows(q_TNH, q_TNH.shape, spare), new_rows(k_TKH, k_TKH.shape, spare))
+            turned = self._math.apply_rotary(q_TNH, k_TKH, cos_TH, sin_TH, out=out)
+            heads.extend((*turned, v_TKH))
             return
         if not heads:
-            heads.extend(x.new_empty(len(cos_TH), *x.shape[1:]) for x in (q_TNH, k_TKH, v_TKH))
+            whole = ((x, (len(cos_TH), *x.shape[1:])) for x in (q_TNH, k_TKH, v_TKH))
+            heads.extend(new_rows(like, shape, spare) for like, shape in whole)
         turned = (heads[0][rows], heads[1][rows])
         self._math.apply_rotary(q_TNH, k_TKH, cos_TH[rows], sin_TH[rows], out=turned)
         heads[2][rows] = v_TKH
@@ -204,6 +217,8 @@ class Llama:
         following: LayerWeights | None,
         out_TNH: Tensor,
         residual_TD: Tensor,
+        *,
+        spare: int,
     ) -> tuple[Tensor, ...]:
         """Adds the rest of the layer to `residual_TD`; the following layer's q, k and v, as the
         projection gives them."""
@@ -215,4 +230,4 @@ class Llama:
             math.add(layer.down, gated_TF, residual_TD, self._weights.final_norm_D, ranks)
             return ()
         outer = Joint(layer.down, following.input_norm_D, eps, following.qkv)
-        return math.add_and_project(outer, gated_TF, residual_TD, ranks)
+        return math.add_and_project(outer, gated_TF, residual_TD, ranks, spare=spare)

@@ -7,7 +7,7 @@ Does not know: how it is worked out (`worker.geometry`), tensors of K, V or Q, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -193,6 +193,20 @@ class StepLayout:
     windowed: bool
     grown: tuple[tuple[int, int], ...]
     """(segment, tokens) that this step added to the pool, to take back if it fails."""
+
+    @property
+    def alone_tokens(self) -> int:
+        """New tokens, where one request's are all of the step and this member computes them all;
+        else 0."""
+        num_rows = len(self.tokens)
+        is_alone = len(self.ring) == 1 and self.ring[0].spans.q_lens == (num_rows,)
+        return num_rows if is_alone and not self.windowed else 0
+
+    def with_spare(self, rows: int) -> StepLayout:
+        """For queries, keys and values with so many rows behind them (`Spans.spare`), where
+        `alone_tokens`."""
+        (step,) = self.ring
+        return replace(self, ring=(replace(step, spans=replace(step.spans, spare=rows)),))
 
     @property
     def only_ring(self) -> bool:

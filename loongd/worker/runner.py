@@ -320,6 +320,9 @@ class Runner:
 
     def _run_of(self, step: RunStep, layout: StepLayout) -> LayerRun:
         parts, windowed = self.parts, layout.windowed
+        spare = parts.backend.spare(layout.alone_tokens)
+        if spare:
+            layout = layout.with_spare(spare)
         attention = EspAttention(
             layout,
             parts.kv,
@@ -337,6 +340,7 @@ class Runner:
             self._tensor(layout.lengths),
             attention,
             rows_B=self._tensor(np.array(layout.sample_rows, np.int64)),
+            spare=spare,
         )
         segments = frozenset(extend.segment for extend in step.batch)
         return LayerRun(layout, attention, layers, segments)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from loongd.kernels import cudnn, reference, triton_backend
 from loongd.kernels.attention import PoolSlots, Spans
+from loongd.kernels.spare import linear_with_spare, new_rows, with_spare
 from loongd.kernels.triton_backend import TritonBackend
+from loongd.model.llama import LINEAR_CHUNK_TOKENS
 
 FULL = torch.float32
 MIXES = [
@@ -245,6 +247,53 @@ def test_squares_between_rows_that_have_no_partner(
     assert small_cudnn == ([(64, 64, True)] if use_cudnn else [])
 
 
+@pytest.mark.parametrize("length", [65, 100, 127, 128])
+def test_a_lone_square_with_rows_behind_it(
+    device: torch.device, small_cudnn: list[tuple[int, int, bool]], length: int
+) -> None:
+    """One call of a planned length; what it computes of the rows behind is dropped."""
+    p = make_problem((length,), (length,), heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    backend = TritonBackend(p.scale, use_cudnn=True)
+    spare = backend.spare(length)
+    assert spare == 128 - length
+    assert TritonBackend(p.scale).spare(length) == 0
+    rows = [new_rows(x, tuple(x.shape), spare) for x in (p.q, p.k[p.slots], p.v[p.slots])]
+    for row, x in zip(rows, (p.q, p.k[p.slots], p.v[p.slots]), strict=True):
+        row.copy_(x)
+    with_spare(rows[0], spare)[length:] = torch.nan
+    spans = Spans((length,), (length,), device, spare=spare)
+    with poisoned():
+        out, lse = backend.square_causal(*rows, spans)
+    doubled = (x.double().cpu() for x in rows)
+    expected = reference.extend(*doubled, None, p.ranges, scale=p.scale, causal=True)
+    assert_close(out, expected[0], FULL)
+    assert_close(lse, expected[1], FULL)
+    assert small_cudnn == [(128, 128, True)]
+
+
+def test_rows_behind_make_lengths_planned() -> None:
+    """... with values beside queries and keys; all lengths that are asked for pass the linear
+    layers at once."""
+    together = {q for q, _, causal, apart in cudnn.planned_sizes() if causal and not apart}
+    for length in range(1024, 8193):
+        assert length + cudnn.spare(length) in together
+        assert cudnn.spare(length) < 256
+    assert cudnn.spare(1023) == cudnn.spare(8193) == cudnn.spare(100_000) == 0
+    assert max(together) == cudnn.MOST_SPARE <= LINEAR_CHUNK_TOKENS
+
+
+def test_rows_behind_a_product() -> None:
+    x, weight, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
+    for b in (None, bias):
+        y = linear_with_spare(x, weight, b, spare=3)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b))
+        assert not with_spare(y, 3)[5:].any()
+        columns = y[:, 2:5]
+        assert torch.equal(with_spare(columns, 3), with_spare(y, 3)[:, 2:5])
+    with pytest.raises(RuntimeError, match="storage"):
+        with_spare(y, 4)
+
+
 def test_square_in_the_type_of_queries(
     device: torch.device, small_cudnn: list[tuple[int, int, bool]]
 ) -> None:
@@ -279,12 +328,18 @@ def test_pieces_cover_all_but_a_small_rest(length: int, sizes: tuple[int, ...]) 
 
 
 def test_planned_lengths_are_few() -> None:
-    """At most 8 an octave and as many less one; none above the length or an eighth below it."""
-    planned = {cudnn.aligned(n, 1024) for n in range(1024, 32769)}
-    squares = 4 + 4 * 8 + 1
+    """Every 256, from 8,192 on 8 an octave, and less one 8 an octave; none above the length or an
+    eighth below it."""
+    used = {cudnn.aligned(n, 1024) for n in range(1024, 32769)}
+    squares = 4 + 8 + 16 + 2 * 8 + 1
     shorter = 3 * 8 + 1
-    assert len(planned) == squares + shorter
+    assert len(used) == squares + shorter
+    planned = cudnn.planned_sizes()
+    assert used == {q for q, _, causal, apart in planned if causal and apart}
+    assert len(planned) == len(set(planned)) == 129
     assert cudnn.aligned(16383, 1024) == 16383
+    assert cudnn.aligned(5119, 1024) == 5119
+    assert cudnn.aligned(5375, 1024) == 5120
     for n in range(1024, 131072, 37):
         assert n - max(256, n / 8) < cudnn.aligned(n, 1024) <= n
     assert cudnn.aligned(1023, 1024) == 0

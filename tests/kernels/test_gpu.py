@@ -11,6 +11,7 @@ from loongd.kernels import reference
 from loongd.kernels.attention import PoolSlots, Spans, select_backend
 from loongd.kernels.gpu import attend, elementwise, merge, pool, sampling
 from loongd.kernels.gpu.plan import extend_tiling, tile_table
+from loongd.kernels.spare import new_rows, with_spare
 
 pytestmark = pytest.mark.gpu
 
@@ -224,6 +225,29 @@ def test_small_kernels(device: torch.device, dtype: torch.dtype) -> None:
     assert_close(state[1], expected[1], torch.float32)
     logits = torch.randn(257, 128256, device=device)
     assert torch.equal(sampling.best_tokens(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+@pytest.mark.parametrize("length", [1025, 2300, 5003])
+def test_lone_square(device: torch.device, length: int, heads: tuple[int, int]) -> None:
+    """As prompts have it: values beside queries and keys, rows behind them, of which those of the
+    queries are anything."""
+    backend = select_backend(device, torch.bfloat16, 128, 128**-0.5)
+    spare, (num_heads, num_kv_heads) = backend.spare(length), heads
+    size = torch.Size((length, num_heads + 2 * num_kv_heads, 128))
+    q, k, qkv = (
+        new_rows(torch.empty(0, dtype=torch.bfloat16, device=device), shape, spare).normal_()
+        for shape in ((length, num_heads, 128), (length, num_kv_heads, 128), size)
+    )
+    with_spare(q, spare)[length:] = torch.nan
+    v = qkv[:, -num_kv_heads:]
+    with poisoned():
+        got = backend.square_causal(q, k, v, Spans((length,), (length,), device, spare=spare))
+    doubled = (x.double() for x in (q, k, v))
+    one = ((0, length, 0, length),)
+    expected = reference.extend(*doubled, None, one, scale=128**-0.5, causal=True)
+    assert_close(got[0], expected[0], torch.bfloat16)
+    assert_close(got[1], expected[1], torch.bfloat16)
 
 
 @pytest.mark.parametrize("in_runs", [False, True])

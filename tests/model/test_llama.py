@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from loongd.model.llama import Llama
+from loongd.kernels.spare import with_spare
+from loongd.model.llama import Llama, run_until
 from loongd.model.weights import load_weights
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
@@ -140,6 +141,30 @@ def test_wanted_rows_are_those_of_the_whole(wanted, save_model, load, dense_atte
     some_BD = model.forward(tokens, positions, positions + 1, attention, rows_B=rows)
     torch.testing.assert_close(some_BD, whole_TD[rows], atol=1e-5, rtol=1e-5)
     assert attended == [30] * spec.num_layers
+
+
+@pytest.mark.parametrize("chunk_tokens", [100, 30, 16])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_rows_behind_queries_keys_and_values(kind, chunk_tokens, save_model, load, dense_attention):
+    """Zeros that nobody attends to: the same result."""
+    model_dir, _ = save_model(kind)
+    spec, model = load(model_dir)
+    model._chunk_tokens = chunk_tokens
+    inputs = (torch.arange(20, 50), torch.arange(30), torch.full((30,), 30))
+    expected_TD = model.forward(*inputs, dense_attention(spec))
+    dense, seen = dense_attention(spec), []
+
+    def attention(layer, *heads):
+        for x in heads:
+            assert len(x) == 30
+            assert not with_spare(x, 7)[30:].any()
+        seen.append(layer)
+        return dense(layer, *heads)
+
+    with torch.inference_mode():
+        hidden_TD = run_until(model.layers(*inputs, attention, spare=7))
+    torch.testing.assert_close(hidden_TD, expected_TD, atol=1e-5, rtol=1e-5)
+    assert seen == [0, 1, 2]
 
 
 @pytest.mark.gpu

@@ -1,0 +1,87 @@
+"""Attention that wants rows behind a lone prompt's queries, keys and values gets them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from cluster_kit import Cluster, Sequence
+from torch import Tensor
+
+from loongd.kernels.attention import CpuFlashBackend, Spans
+from loongd.kernels.spare import with_spare
+
+PROMPT = [37 * i % 199 for i in range(60)]
+LEAST, STEP = 12, 16
+
+
+class _Rounding(CpuFlashBackend):
+    """Squares of `LEAST` tokens and more, alone, are done in multiples of `STEP`; notes them."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self.rounded: list[tuple[int, int]] = []
+
+    def spare(self, num_tokens: int) -> int:
+        return -num_tokens % STEP if num_tokens >= LEAST else 0
+
+    def square_causal(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        if not spans.spare:
+            return super().square_causal(q_TNH, k_TKH, v_TKH, spans)
+        (length,) = spans.q_lens
+        assert len(q_TNH) == len(k_TKH) == len(v_TKH) == length
+        whole = length + spans.spare
+        self.rounded.append((length, whole))
+        wide = (with_spare(x, spans.spare) for x in (q_TNH, k_TKH, v_TKH))
+        rounded = Spans((whole,), (whole,), spans.device)
+        out, lse = super().square_causal(*wide, rounded)
+        return out[:length], lse[:length]
+
+
+def tokens_of(cluster: Cluster) -> list[dict[str, int]]:
+    """What is drawn in steps of all kinds."""
+    a, b, c = (Sequence(name, [*PROMPT[i:], *PROMPT]) for i, name in enumerate("abc"))
+    steps = [
+        ([0], [(a, 20, None, [(0, 20)])]),  # a lone prompt
+        ([0], [(a, 13, None, [(0, 13)])]),  # over older tokens
+        ([0], [(a, 16, None, [(0, 16)])]),  # of a good length
+        ([0], [(a, 1, 0, [])]),
+        ([0], [(b, 20, None, [(0, 20)]), (a, 1, 0, [])]),  # beside decode
+        ([0], [(a, 13, None, [(0, 13)]), (b, 14, None, [(0, 14)])]),
+        ([0, 1], [(c, 40, None, [(1, 40)])]),  # on a group
+        ([1], [(c, 17, None, [(1, 17)])]),
+    ]
+    drawn = []
+    for members, work in steps:
+        sampled = cluster.extend(members, work)
+        drawn.append({name: one.token for name, one in sampled.items()})
+    return drawn
+
+
+def test_only_lone_prompts_have_rows_behind_them(llama_dir: Path) -> None:
+    expected = tokens_of(Cluster(llama_dir, 2))
+    cluster = Cluster(llama_dir, 2)
+    backends = [_Rounding(cluster.spec.head_dim**-0.5) for _ in cluster.runners]
+    for runner, backend in zip(cluster.runners, backends, strict=True):
+        runner.parts = replace(runner.parts, backend=backend)
+    assert tokens_of(cluster) == expected
+    # of the last layer, only the last token's row is computed, by another way, where nothing is old
+    first, second = backends
+    assert first.rounded == [(20, 32)] * 2 + [(13, 16)] * 3
+    assert second.rounded == [(17, 32)] * 3
+
+
+def test_steps_that_pause_keep_them(llama_dir: Path) -> None:
+    tokens, rounded = [], []
+    for pauses in ((), (1, 2)):
+        cluster = Cluster(llama_dir, 1)
+        (runner,), backend = cluster.runners, _Rounding(cluster.spec.head_dim**-0.5)
+        runner.parts = replace(runner.parts, backend=backend)
+        sequence = Sequence("a", PROMPT)
+        drawn = cluster.extend([0], [(sequence, 21, None, [(0, 21)])], pauses=pauses)
+        tokens.append(drawn["a"].token)
+        rounded.append(backend.rounded)
+    assert tokens[0] == tokens[1]
+    assert rounded == [[(21, 32)] * 2] * 2
