@@ -144,7 +144,8 @@ def bench_square(bench: Bench) -> None:
         flop = sum(2.0 * heads[0] * HEAD_DIM * n * n for n in lens)
         num_bytes = 2 * sum(lens) * sum(heads) * HEAD_DIM * 2
         for backend in backends:
-            spare = backend.spare(lens[0]) if len(lens) == 1 else 0
+            lone = backend.planned is not None and len(lens) == 1
+            spare = backend.planned.spare(lens[0]) if lone else 0
             spans = Spans(lens, lens, DEVICE, spare=spare)
             attention = partial(_of_spans, backend, spans)
             make = partial(_square, heads, sum(lens), attention, spare)

@@ -104,16 +104,28 @@ class PoolSlots:
         return pool_SKH.index_select(0, torch.from_numpy(self.per_span[span]).to(self.device))
 
 
+class Planned(Protocol):
+    """A library that takes longer to plan for a length than to compute."""
+
+    def ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
+        """Plan for what serving will ask for; the fractions done."""
+
+    def spare(self, num_tokens: int) -> int:
+        """`Spans.spare` with which a square of so many tokens that is alone is faster."""
+
+    def is_one_call(self, num_tokens: int) -> bool:
+        """Whether a square of so many tokens that is alone is one call, faster than own kernels,
+        which can be captured in a CUDA graph once it was run."""
+
+
 class AttentionBackend(Protocol):
     """One way to compute partial attention without a window."""
 
     name: str
 
-    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
-        """Do before serving what would make the first spans of a size slow; the fractions done."""
-
-    def spare(self, num_tokens: int) -> int:
-        """`Spans.spare` with which a square of so many tokens that is alone is faster."""
+    @property
+    def planned(self) -> Planned | None:
+        """None where any length is as good."""
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -207,17 +219,10 @@ class DenseBackend:
     """Exact float32 on any device, span by span."""
 
     name = "dense"
+    planned = None
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
-
-    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
-        """Nothing to plan."""
-        return ()
-
-    def spare(self, num_tokens: int) -> int:
-        """None: any length is as good."""
-        return 0
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -256,17 +261,10 @@ class CpuFlashBackend:
     """torch's CPU flash attention, span by span; it returns the log-sum-exp and takes GQA."""
 
     name = "cpu-flash"
+    planned = None
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
-
-    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
-        """Nothing to plan."""
-        return ()
-
-    def spare(self, num_tokens: int) -> int:
-        """None: any length is as good."""
-        return 0
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -314,17 +312,10 @@ class CudaFlashBackend:
     """torch's built-in variable-length flash attention; all spans in one launch."""
 
     name = "cuda-flash"
+    planned = None
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
-
-    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
-        """Nothing to plan."""
-        return ()
-
-    def spare(self, num_tokens: int) -> int:
-        """None: any length is as good."""
-        return 0
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans

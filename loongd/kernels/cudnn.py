@@ -12,7 +12,8 @@ variable-length form replans at every call (58 ms): unusable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -112,6 +113,31 @@ def plan_ahead(
             v_TKH = together[:, -num_kv_heads:]
         attention(q_TNH, k_TKH, v_TKH, scale=scale, causal=causal)
         yield (number + 1) / len(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """This library as `kernels.attention.Planned`. Squares may be another's; with `rehearses`,
+    nothing is planned."""
+
+    scale: float
+    dtype: torch.dtype
+    squares: bool = True
+    rehearses: bool = False
+
+    def ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
+        """All of `planned_sizes`, on the thread that serves."""
+        if self.rehearses:
+            return ()
+        return plan_ahead(num_heads, num_kv_heads, head_dim, self.dtype, scale=self.scale)
+
+    def spare(self, num_tokens: int) -> int:
+        """As the function of this module."""
+        return spare(num_tokens) if self.squares else 0
+
+    def is_one_call(self, num_tokens: int) -> bool:
+        """Planned lengths are; others take longer."""
+        return self.squares and 0 < aligned(num_tokens, LEAST_SQUARE) == num_tokens
 
 
 def pieces(length: int, sizes: Sequence[int]) -> list[int]:

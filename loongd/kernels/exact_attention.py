@@ -17,7 +17,7 @@ Letters: S spans, Q queries and X keys of a chunk, G query heads of a kv head, D
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -227,17 +227,10 @@ class ExactBackend:
     """`AttentionBackend` whose results are `ExactPartials`."""
 
     name = "exact (deterministic)"
+    planned = None
 
     def __init__(self, partials: ExactPartials) -> None:
         self._partials = partials
-
-    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
-        """Nothing to plan."""
-        return ()
-
-    def spare(self, num_tokens: int) -> int:
-        """None: any length is as good."""
-        return 0
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans

@@ -8,7 +8,7 @@ to cuDNN where it works, merged into what `extend` makes of the odd rows and key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from loongd.kernels import cudnn
-from loongd.kernels.attention import CudaFlashBackend, PoolSlots, Spans
+from loongd.kernels.attention import CudaFlashBackend, Planned, PoolSlots, Spans
 from loongd.kernels.gpu.attend import MAX_DECODE_ROWS, extend, split_kv
 from loongd.kernels.gpu.merge import merge_state_
 from loongd.kernels.spare import with_spare
@@ -92,22 +92,15 @@ class TritonBackend:
         self._square = square
         self._use_cudnn = use_cudnn
         self._rehearses = rehearses
+        self.planned: Planned | None = None
+        if use_cudnn:
+            self.planned = cudnn.Plans(scale, dtype, square is None, rehearses)
         parts = ["triton"]
         if use_cudnn:
             parts.append("cudnn")
         if square is not None:
             parts.append(square.name)
         self.name = "+".join(parts)
-
-    def plan_ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
-        """cuDNN's plans for the sizes that it is used with."""
-        if not self._use_cudnn or self._rehearses:
-            return ()
-        return cudnn.plan_ahead(num_heads, num_kv_heads, head_dim, self._dtype, scale=self._scale)
-
-    def spare(self, num_tokens: int) -> int:
-        """What makes the square one that cuDNN is planned for."""
-        return cudnn.spare(num_tokens) if self._use_cudnn and self._square is None else 0
 
     def rehearsing(self) -> TritonBackend:
         """One that launches the same own kernels, but calls no library: these take long to plan,
@@ -127,7 +120,7 @@ class TritonBackend:
             if self._rehearses:
                 return _empty_state(q_TNH, q_TNH.dtype)
             return self._square.square_causal(q_TNH, k_TKH, v_TKH, spans)
-        if spans.spare and self._use_cudnn:
+        if spans.spare:
             wide = (with_spare(x, spans.spare) for x in (q_TNH, k_TKH, v_TKH))
             out, lse = self._library(*wide, causal=True)
             return out[: len(q_TNH)], lse[: len(q_TNH)]

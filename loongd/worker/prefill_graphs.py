@@ -4,7 +4,8 @@ Knows: the kernels of such a step, which read everything that differs between st
 Does not know: plans, how a plan becomes numbers, other instances.
 
 The eager way launches some 400 kernels from Python: 25 ms and more for an 8B model, of which the
-device needs 5 to 15. Keys and values are stored first, and then all attention is over the pool.
+device needs 5 to 15. Keys and values are stored first, and then all attention is over the pool;
+but a prompt that is alone and long enough for a library has its attention there, over its rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loongd.kernels.attention import AttentionBackend, Spans
 from loongd.kernels.dispatch import pick
 from loongd.kernels.gpu.plan import Tiling, extend_tiling
 from loongd.model.llama import Attention, Llama
@@ -39,6 +41,7 @@ class PrefillParts:
     spec: ModelSpec
     kv: KvCache
     table: SlotTable
+    backend: AttentionBackend
 
     def tiling(self, bucket: int, *, has_slots: bool = True) -> Tiling:
         """How attention over the pool, or over packed keys, is cut in steps of this bucket."""
@@ -46,10 +49,17 @@ class PrefillParts:
         dtype, head_dim = self.kv.k_LSKH.dtype, self.spec.head_dim
         return extend_tiling(self.kv.device, dtype, head_dim, rows, has_slots=has_slots)
 
-    def shape(self, bucket: int, *, has_slots: bool = True) -> PrefillShape:
+    def shape(
+        self, bucket: int, *, has_slots: bool = True, is_square: bool = False
+    ) -> PrefillShape:
         """The same, as a step's numbers need it."""
         tiling = self.tiling(bucket, has_slots=has_slots)
-        return PrefillShape(bucket, self.group, tiling.block_m, tiling.block_k)
+        return PrefillShape(bucket, self.group, tiling.block_m, tiling.block_k, is_square)
+
+    def has_square(self, bucket: int) -> bool:
+        """Whether a library attends to a lone prompt of this bucket."""
+        planned = self.backend.planned
+        return planned is not None and planned.is_one_call(bucket)
 
     @property
     def group(self) -> int:
@@ -91,6 +101,7 @@ class PrefillStep:
         self._tiling = parts.tiling(shape.bucket)
         self._state = state
         self._attend = pick("attend", parts.kv.device)
+        self._square = Spans((shape.bucket,), (shape.bucket,), parts.kv.device)
         self.shape = shape
         self.numbers = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=parts.kv.device)
         views = self.numbers.split_with_sizes(shape.sizes)
@@ -115,7 +126,6 @@ class PrefillStep:
 
     def _attention(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """As `loongd.model.llama.Attention`; the last layer gives the wanted rows alone."""
-        del k_TKH, v_TKH  # `store` has them
         parts = self._parts
         scale = parts.spec.head_dim**-0.5
         pool = (parts.kv.k_LSKH[layer], parts.kv.v_LSKH[layer], parts.table.slots_S)
@@ -127,6 +137,9 @@ class PrefillStep:
             ends = {"k_ends": self._ends_B, "scale": scale, "out": place}
             self._attend.split_kv(q_BNH, *pool, None, self._begins_B, **ends)
             return place[0]
+        if self.shape.is_square:
+            # the rows of padding are the last: no other row sees them
+            return parts.backend.square_causal(q_TNH, k_TKH, v_TKH, self._square)[0]
         self._attend.extend_planned(
             q_TNH,
             *pool,
@@ -192,19 +205,20 @@ class PrefillGraphs:
         self._lse_TN = torch.zeros(sizes, dtype=torch.float32, device=kv.device)
         self._graphs = StepGraphs(self._step, parts.table, pool)
 
-    def shape_of(self, bucket: int) -> PrefillShape:
-        """The shape of steps of this bucket."""
-        return self._parts.shape(bucket)
+    def shape_of(self, bucket: int, *, is_lone: bool) -> PrefillShape:
+        """The shape of steps of this bucket, of one prompt without older tokens if `is_lone`."""
+        return self._parts.shape(bucket, is_square=is_lone and self._parts.has_square(bucket))
 
     def capture(self) -> Iterator[float]:
         """Capture all buckets; yields the fraction done. The largest first: others fit into what
         it has taken."""
-        for number, bucket in enumerate(reversed(BUCKETS)):
-            shape = self.shape_of(bucket)
-            self._step(shape).run()  # compiles what has to be
+        both = ((bucket, is_lone) for bucket in reversed(BUCKETS) for is_lone in (False, True))
+        shapes = list(dict.fromkeys(self.shape_of(bucket, is_lone=lone) for bucket, lone in both))
+        for number, shape in enumerate(shapes):
+            self._step(shape).run()  # compiles and plans what has to be
             torch.cuda.synchronize(self._parts.kv.device)
             self._graphs.graph(shape)
-            yield (number + 1) / len(BUCKETS)
+            yield (number + 1) / len(shapes)
 
     def launch(self, step: PrefillNumbers) -> Tensor | None:
         """Start a step; as `StepGraphs.launch`."""

@@ -40,13 +40,15 @@ class PrefillShape:
     """What decides the kernels of a step: `bucket` new tokens, and how attention is cut.
 
     `group` query heads share keys; tiles are of `block_m` rows (token, head of a group) and
-    `block_k` keys.
+    `block_k` keys. If it `is_square`, the tokens are one request's first ones, and tiles do not
+    matter.
     """
 
     bucket: int
     group: int
     block_m: int
     block_k: int
+    is_square: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -94,6 +96,11 @@ def bucket_of(step: RunStep, rank: int) -> int | None:
     if total == 0 or pairs > MOST_PAIRS:
         return None
     return next((bucket for bucket in BUCKETS if bucket >= total), None)
+
+
+def is_lone(step: RunStep) -> bool:
+    """Whether the step is one request's first tokens."""
+    return len(step.batch) == 1 and step.batch[0].start == 0
 
 
 def lay_out_prefill(

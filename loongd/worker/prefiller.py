@@ -19,7 +19,13 @@ from loongd.worker.flight import Airborne, Flight, Landed, Undrawn
 from loongd.worker.group_graphs import GroupGraphs, GroupSpace
 from loongd.worker.group_layout import GroupShape, GroupWork, lay_out_group
 from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
-from loongd.worker.prefill_layout import BUCKETS, PrefillShape, bucket_of, lay_out_prefill
+from loongd.worker.prefill_layout import (
+    BUCKETS,
+    PrefillShape,
+    bucket_of,
+    is_lone,
+    lay_out_prefill,
+)
 from loongd.worker.striped_graphs import StripedGraphs
 from loongd.worker.striped_layout import StripedShape, StripedWork, lay_out_striped, padded_sizes
 from loongd.worker.validate import validate
@@ -88,7 +94,7 @@ class Prefiller:
         """The step's shape; None when it must run another way, on all of its members."""
         bucket = bucket_of(step, self._rank)
         if bucket is not None:
-            return self._graphs.shape_of(bucket)
+            return self._graphs.shape_of(bucket, is_lone=is_lone(step))
         dealt = None if self._striped is None else StripedWork.of(step)
         if self._striped is not None and dealt is not None:
             return self._striped.shape_of(dealt)

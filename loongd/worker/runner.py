@@ -267,8 +267,10 @@ class Runner:
         if parts.device.type != "cuda" and not parts.rehearsing:
             return
         spec = parts.spec
-        for fraction in parts.backend.plan_ahead(spec.num_heads, spec.num_kv_heads, spec.head_dim):
-            progress("warm-up", fraction)
+        if parts.backend.planned is not None:
+            heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            for fraction in parts.backend.planned.ahead(*heads):
+                progress("warm-up", fraction)
         for step in warm_steps(self._instance, num_instances, parts.kv.total):
             self._run_now(step)
         self.free(list(SEGMENTS))
@@ -283,7 +285,7 @@ class Runner:
             return
         table = SlotTable(parts.kv)
         pool = NO_GRAPHS if parts.rehearsing else graph_pool(parts.device)
-        small = PrefillParts(parts.model, parts.spec, parts.kv, table)
+        small = PrefillParts(parts.model, parts.spec, parts.kv, table, parts.backend)
         self._prefiller = Prefiller.build(small, self._instance, world_size, pool)
         self._decoder = Decoder.build(
             parts.model,
@@ -320,7 +322,8 @@ class Runner:
 
     def _run_of(self, step: RunStep, layout: StepLayout) -> LayerRun:
         parts, windowed = self.parts, layout.windowed
-        spare = parts.backend.spare(layout.alone_tokens)
+        planned = parts.backend.planned
+        spare = 0 if planned is None else planned.spare(layout.alone_tokens)
         if spare:
             layout = layout.with_spare(spare)
         attention = EspAttention(

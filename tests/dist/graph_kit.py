@@ -43,7 +43,9 @@ class GraphCluster(Cluster):
         self._partial_buffers = self.make_buffers(num_bytes, device)
         for rank, kv in enumerate(self.pools):
             table = SlotTable(kv)
-            small = PrefillParts(self._model, self.spec, kv, table)
+            small = PrefillParts(
+                self._model, self.spec, kv, table, self.runners[rank].parts.backend
+            )
             parts = DecodeParts(self._model, kv, table, None, self.spec.head_dim**-0.5)
             runner = Runner(
                 self.runners[rank].parts,

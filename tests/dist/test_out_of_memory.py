@@ -281,7 +281,7 @@ def test_the_pool_leaves_what_workers_map_for_each_other(
         monkeypatch.setattr(module, "map_buffers", noted)
     kv = cluster.pools[0]
     table = SlotTable(kv)
-    small = PrefillParts(cluster._model, cluster.spec, kv, table)
+    small = PrefillParts(cluster._model, cluster.spec, kv, table, cluster.runners[0].parts.backend)
     Prefiller.build(small, 0, num_instances, None)
     decoder.Decoder.build(
         cluster._model, cluster.spec, table, kv, instance=0, world_size=num_instances

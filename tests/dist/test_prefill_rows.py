@@ -55,7 +55,9 @@ class PrefillingCluster(Cluster):
                 runner.capture(1, lambda *_: None)
                 continue
             table = SlotTable(kv)
-            small = PrefillParts(self._model, self.spec, kv, table)
+            small = PrefillParts(
+                self._model, self.spec, kv, table, self.runners[rank].parts.backend
+            )
             parts = DecodeParts(self._model, kv, table, None, self.spec.head_dim**-0.5)
             self.runners[rank] = Runner(
                 runner.parts,

@@ -1,4 +1,5 @@
-"""Attention that wants rows behind a lone prompt's queries, keys and values gets them."""
+"""Attention that wants rows behind a lone prompt's queries, keys and values gets them; where the
+step is a graph, those of the bucket's padding."""
 
 from __future__ import annotations
 
@@ -10,6 +11,12 @@ from torch import Tensor
 
 from loongd.kernels.attention import CpuFlashBackend, Spans
 from loongd.kernels.spare import with_spare
+from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
+from loongd.worker.decoder import Decoder
+from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
+from loongd.worker.prefiller import Prefiller
+from loongd.worker.runner import Runner
+from loongd.worker.slot_table import SlotTable
 
 PROMPT = [37 * i % 199 for i in range(60)]
 LEAST, STEP = 12, 16
@@ -20,15 +27,24 @@ class _Rounding(CpuFlashBackend):
 
     def __init__(self, scale: float) -> None:
         super().__init__(scale)
+        self.planned = self  # type: ignore[assignment]
         self.rounded: list[tuple[int, int]] = []
+        self.squares: list[tuple[int, ...]] = []
+
+    def ahead(self, *_: int) -> tuple[float, ...]:
+        return ()
 
     def spare(self, num_tokens: int) -> int:
         return -num_tokens % STEP if num_tokens >= LEAST else 0
+
+    def is_one_call(self, num_tokens: int) -> bool:
+        return num_tokens >= LEAST and num_tokens % STEP == 0
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
     ) -> tuple[Tensor, Tensor]:
         if not spans.spare:
+            self.squares.append(spans.q_lens)
             return super().square_causal(q_TNH, k_TKH, v_TKH, spans)
         (length,) = spans.q_lens
         assert len(q_TNH) == len(k_TKH) == len(v_TKH) == length
@@ -85,3 +101,25 @@ def test_steps_that_pause_keep_them(llama_dir: Path) -> None:
         rounded.append(backend.rounded)
     assert tokens[0] == tokens[1]
     assert rounded == [[(21, 32)] * 2] * 2
+
+
+def test_a_lone_prompt_of_a_graph_is_a_square(llama_dir: Path) -> None:
+    """Over its own rows and the bucket's, which come last; everything else goes over the pool."""
+    expected = tokens_of(Cluster(llama_dir, 2))
+    cluster = Cluster(llama_dir, 2)
+    backends = [_Rounding(cluster.spec.head_dim**-0.5) for _ in cluster.runners]
+    for rank, backend in enumerate(backends):
+        runner, kv = cluster.runners[rank], cluster.pools[rank]
+        table = SlotTable(kv)
+        small = PrefillParts(cluster._model, cluster.spec, kv, table, backend)
+        decoding = DecodeParts(cluster._model, kv, table, None, cluster.spec.head_dim**-0.5)
+        cluster.runners[rank] = Runner(
+            runner.parts,
+            rank,
+            runner._pulse,
+            decoder=Decoder(DecodeGraphs(decoding), table, kv, rank),
+            prefiller=Prefiller(small, PrefillGraphs(small), rank),
+        )
+    assert tokens_of(cluster) == expected
+    assert [backend.squares for backend in backends] == [[(32,)] * 2, []]
+    assert not any(backend.rounded for backend in backends)

@@ -22,8 +22,8 @@ from loongd.worker.prefill_layout import MOST_REQUESTS, PrefillShape
 from loongd.worker.slot_table import SlotTable
 from loongd.worker.striped_layout import (
     LEAST_TOKENS,
-    StripedShape,
     ROWS,
+    StripedShape,
     StripedWork,
     lay_out_striped,
     most_rows,
