@@ -224,10 +224,11 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     return functional.silu(gate_TF).mul_(up_TF)
 
 
-def best_tokens(logits_BV: Tensor) -> Tensor:
+def best_tokens(logits_BV: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Token of the largest logit of each row; see `kernels.gpu.sampling.best_tokens`."""
     best_B, tokens_B = logits_BV.max(dim=-1)  # max propagates NaN
-    return torch.where(best_B.isfinite(), tokens_B, -1)
+    tokens_B = torch.where(best_B.isfinite(), tokens_B, -1)
+    return tokens_B if out is None else out.copy_(tokens_B)
 
 
 def draw_tokens(

@@ -10,11 +10,12 @@ from torch import Tensor
 from loongd.kernels.dispatch import pick
 
 
-def best_tokens(logits_BV: Tensor) -> Tensor:
+def best_tokens(logits_BV: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Token of the largest logit of each row, int64 (B,); -1 where that logit is not finite or
-    the row holds a NaN. Of equal logits the first on CUDA, any of them elsewhere.
+    the row holds a NaN. Of equal logits the first on CUDA, any of them elsewhere. Written to `out`
+    (contiguous) and returned; new without.
     """
-    tokens: Tensor = pick("sampling", logits_BV.device).best_tokens(logits_BV)
+    tokens: Tensor = pick("sampling", logits_BV.device).best_tokens(logits_BV, out=out)
     return tokens
 
 

@@ -81,7 +81,7 @@ class Llama:
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
-        lengths_T: Tensor,
+        lengths_T: Tensor | None,
         attention: Attention,
         *,
         rows_B: Tensor | None = None,
@@ -92,7 +92,7 @@ class Llama:
         Args:
             tokens_T: token ids; T may be 0, and `attention` is still called for each layer.
             positions_T: position of each token in its request.
-            lengths_T: tokens of each token's request at this step (see `Rotary.cos_sin`).
+            lengths_T: tokens of each token's request at this step (see `Rotary.cos_sin`), or None.
             attention: attends and stores KV; its output may be of any float type.
             rows_B: the rows (int64) that are wanted, in order; None for all. The last layer stores
                 the KV of all tokens, but computes nothing else for the others, and `attention` may
@@ -109,7 +109,7 @@ class Llama:
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
-        lengths_T: Tensor,
+        lengths_T: Tensor | None,
         attention: Attention,
         *,
         rows_B: Tensor | None = None,

@@ -45,7 +45,7 @@ class Rotary:
     def cos_sin(
         self,
         positions_T: torch.Tensor,
-        lengths_T: torch.Tensor,
+        lengths_T: torch.Tensor | None,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, both (T, H); the second half repeats the first.
@@ -53,11 +53,12 @@ class Rotary:
         Args:
             positions_T: position of each token in its request, int32 or int64.
             lengths_T: length of each token's request at this step, the token included; only
-                `dynamic` looks at it.
+                `dynamic` looks at it, else it may be None.
             dtype: of the result; they are computed in float32.
         """
         inv_freq = self._inv_freq
         if self._rope.type == "dynamic":
+            assert lengths_T is not None
             inv_freq = self._dynamic_inv_freq(lengths_T)
         return self._angles(positions_T, inv_freq, self._scale, dtype)
 

@@ -83,6 +83,7 @@ class GroupAttention:
     ) -> None:
         """As `loongd.model.llama.Store`; left to attention where rows are few and queries do not
         have to travel first."""
+        self._fresh = None
         if self._shape.asks or self._shape.bucket > MOST_FRESH:
             self._store_at_once(layer, q_TNH, k_TKH, v_TKH, cos_TH, sin_TH)
         else:
@@ -171,12 +172,10 @@ class DecodeStep:
         rows = self.numbers[:, :bucket]
         given = (rows[SOURCE], rows[TOKEN], rows[ENTRY], rows[SLOT])
         next_tokens(self._drawn_B, *given, parts.table.slots_S, self._tokens)
-        positions = rows[POSITION]
-        hidden_TD = parts.model.forward(
-            self._tokens, positions, positions + 1, self._attention, store=self._attention.store
-        )
+        inputs = (self._tokens, rows[POSITION], None)
+        hidden_TD = parts.model.forward(*inputs, self._attention, store=self._attention.store)
         self.logits_BV = parts.model.head(hidden_TD)
-        self._drawn_B[:bucket].copy_(best_tokens(self.logits_BV))
+        best_tokens(self.logits_BV, out=self._drawn_B[:bucket])
 
 
 class DecodeFlight:

@@ -76,11 +76,10 @@ class PrefillParts:
     ) -> Tensor:
         """All layers over tokens at their positions: hidden states (B, D) of the wanted rows. Their
         K and V go to these slots, none to -1. Reads nothing on the host."""
-        positions_T = positions_T.long()
         return self.model.forward(
             tokens_T.long(),
             positions_T,
-            positions_T + 1,
+            None,
             attention,
             rows_B=rows_B.long(),
             store=storing(self.kv, slots_T),

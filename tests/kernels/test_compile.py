@@ -22,7 +22,6 @@ CASES = (
     ("float16:80:8:8@80", "float32:128:8:2@80", "bfloat16:256:8:4@80", "float32@80"),
 )
 KERNELS = {
-    "attend_shares",
     "merge_shares",
     "norm_rows",
     "silu_mul_rows",
@@ -80,6 +79,8 @@ def test_shared_memory_fits(binaries: list[dict[str, Any]]) -> None:
 
 EARLY = {
     "attend_shares",
+    "best_of_part",
+    "best_of_row",
     "merge_shares",
     "norm_rows",
     "product_of_few",

@@ -187,6 +187,11 @@ def test_best_tokens(device: torch.device) -> None:
     assert got.dtype == torch.int64
     assert got.tolist() == [17, 8999, -1, -1, -1, 1]
     assert torch.equal(got, reference.best_tokens(logits))
+    for module in (sampling, reference):
+        kept = torch.full((8,), 99, device=device)
+        into = kept[1:7]
+        assert module.best_tokens(logits, out=into) is into
+        assert kept.tolist() == [99, *got.tolist(), 99]
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 32001), (700, 33), (300, 4100)], ids=str)
