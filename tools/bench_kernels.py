@@ -125,9 +125,9 @@ def bench_pool(bench: Bench) -> None:
             "extend": partial(attend.extend, q, k, v, slots, ranges, scale=SCALE),
             "cudnn, packed keys": partial(cudnn.attention, q, *packed, scale=SCALE, causal=False),
         }
-        for kernel, work in works.items():
-            # K and V are more than the cache: one set is enough
-            bench.matrix(kernel, f"{num_q} x 128K gqa8", flop, num_bytes, partial(_same, work))
+        # K and V are more than the cache: one set is enough
+        makes = {kernel: partial(_same, work) for kernel, work in works.items()}
+        bench.matrix(f"{num_q} x 128K gqa8", flop, num_bytes, makes)
 
 
 def _same(work: Work) -> Work:
@@ -143,17 +143,17 @@ def bench_square(bench: Bench) -> None:
     for name, heads, lens in SQUARES:
         flop = sum(2.0 * heads[0] * HEAD_DIM * n * n for n in lens)
         num_bytes = 2 * sum(lens) * sum(heads) * HEAD_DIM * 2
+        makes: dict[str, Make] = {}
         for backend in backends:
             lone = backend.planned is not None and len(lens) == 1
             spare = backend.planned.spare(lens[0]) if lone else 0
             spans = Spans(lens, lens, DEVICE, spare=spare)
             attention = partial(_of_spans, backend, spans)
-            make = partial(_square, heads, sum(lens), attention, spare)
-            bench.matrix(f"square {backend.name}", name, flop, num_bytes, make)
+            makes[f"square {backend.name}"] = partial(_square, heads, sum(lens), attention, spare)
         if len(lens) == 1:
             alone = partial(cudnn.attention, scale=SCALE, causal=True)
-            make = partial(_square, heads, sum(lens), alone)
-            bench.matrix("cudnn alone", name, flop, num_bytes, make)
+            makes["cudnn alone"] = partial(_square, heads, sum(lens), alone)
+        bench.matrix(name, flop, num_bytes, makes)
 
 
 def _square(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,19 @@ Make = Callable[[], Work]
 
 def time_us(make: Make, num_bytes: int, runs: int) -> float:
     """Microseconds of a work that moves `num_bytes`, launch gaps of a graph included."""
-    works = _sets(make, num_bytes)
+    return times_us([make], num_bytes, runs)[0]
+
+
+def times_us(makes: Sequence[Make], num_bytes: int, runs: int) -> list[float]:
+    """As `time_us` for works that do the same: their runs alternate, since a card that is hot and
+    at its power limit is slower than it was a second ago."""
+    replays = [_captured(_sets(make, num_bytes)) for make in makes]
+    taken = [[_median_us(replay, 1) / count for replay, count, _ in replays] for _ in range(runs)]
+    return [statistics.median(of_one) for of_one in zip(*taken, strict=True)]
+
+
+def _captured(works: list[Work]) -> tuple[Work, int, list[object]]:
+    """A graph of all, how many they are, and what they wrote, to be kept while it is replayed."""
     for work in works:
         work()
     torch.cuda.synchronize()
@@ -36,9 +48,7 @@ def time_us(make: Make, num_bytes: int, runs: int) -> float:
     with torch.cuda.graph(graph):
         # all held to the end, else each would write where the last did
         outputs = [work() for work in works]
-    taken = _median_us(graph.replay, runs) / len(works)
-    del outputs
-    return taken
+    return graph.replay, len(works), outputs
 
 
 def _sets(make: Make, num_bytes: int) -> list[Work]:
@@ -111,19 +121,21 @@ class Bench:
             }
         )
 
-    def matrix(self, kernel: str, shape: str, flop: float, num_bytes: int, make: Make) -> None:
-        us = time_us(make, num_bytes, self._runs)
-        rate = flop / us / 1e6
-        self._add(
-            {
-                "kernel": kernel,
-                "shape": shape,
-                "us": round(us, 2),
-                "flop": flop,
-                "tflop_s": round(rate, 1),
-                "of_roofline": round(rate / ROOFLINE_TFLOP_S, 3),
-            }
-        )
+    def matrix(self, shape: str, flop: float, num_bytes: int, makes: Mapping[str, Make]) -> None:
+        """Works by kernel that do the same."""
+        times = times_us(list(makes.values()), num_bytes, self._runs)
+        for kernel, us in zip(makes, times, strict=True):
+            rate = flop / us / 1e6
+            self._add(
+                {
+                    "kernel": kernel,
+                    "shape": shape,
+                    "us": round(us, 2),
+                    "flop": flop,
+                    "tflop_s": round(rate, 1),
+                    "of_roofline": round(rate / ROOFLINE_TFLOP_S, 3),
+                }
+            )
 
     def _add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)

@@ -35,7 +35,8 @@ MOST_SPARE = 8192
 """Tokens up to which a lone square is rounded up. It takes 0.92 to 1.0 of the time of its own plan
 so, and 0.65 to 0.87 with a rest; longer ones 0.77 to 0.93, and 0.88 to 0.95 with a rest (H200)."""
 _EXACT = 131072
-_STEP = 256
+_STEPS = (128, 256)
+"""Between planned sizes, from 1,024 and from 2,048 tokens on."""
 _SHORTER = 4096
 """From here on there is a plan for one token less than sizes an eighth of an octave apart, too: in
 a ring, half of the blocks have a row less than the stripes."""
@@ -76,12 +77,14 @@ def spare(length: int) -> int:
 
 def _step(length: int) -> int:
     """Between planned sizes."""
-    return _STEP if length < MOST_SPARE else _eighth(length)
+    if length < MOST_SPARE:
+        return _STEPS[length >= 2 * LEAST_SQUARE]
+    return _eighth(length)
 
 
 def _eighth(length: int) -> int:
     """Of the octave."""
-    return max(_STEP, (1 << (length.bit_length() - 1)) // 8)
+    return (1 << (length.bit_length() - 1)) // 8
 
 
 def planned_sizes() -> list[tuple[int, int, bool, bool]]:

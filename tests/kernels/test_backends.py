@@ -41,7 +41,7 @@ def small_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     monkeypatch.setattr(cudnn, "attention", attention)
     for name in ("LEAST_SQUARE", "LEAST_SQUARE_OF_MANY"):
         monkeypatch.setattr(cudnn, name, 64)
-    monkeypatch.setattr(cudnn, "_STEP", 64)
+    monkeypatch.setattr(cudnn, "_STEPS", (64, 64))
     monkeypatch.setattr(cudnn, "QUERY_SIZES", (64, 32))
     monkeypatch.setattr(cudnn, "LEAST_QUERIES", 20)
     monkeypatch.setattr(cudnn, "KEY_SIZES", (128, 64))
@@ -329,19 +329,19 @@ def test_pieces_cover_all_but_a_small_rest(length: int, sizes: tuple[int, ...]) 
 
 
 def test_planned_lengths_are_few() -> None:
-    """Every 256, from 8,192 on 8 an octave, and less one 8 an octave; none above the length or an
-    eighth below it."""
+    """Every 128, from 2,048 on every 256, from 8,192 on 8 an octave, and less one 8 an octave; none
+    above the length or an eighth below it."""
     used = {cudnn.aligned(n, 1024) for n in range(1024, 32769)}
-    squares = 4 + 8 + 16 + 2 * 8 + 1
+    squares = 8 + 8 + 16 + 2 * 8 + 1
     shorter = 3 * 8 + 1
     assert len(used) == squares + shorter
     planned = cudnn.planned_sizes()
     assert used == {q for q, _, causal, apart in planned if causal and apart}
-    assert len(planned) == len(set(planned)) == 129
+    assert len(planned) == len(set(planned)) == 137
     assert cudnn.aligned(16383, 1024) == 16383
     assert cudnn.aligned(5119, 1024) == 5119
     assert cudnn.aligned(5375, 1024) == 5120
     for n in range(1024, 131072, 37):
-        assert n - max(256, n / 8) < cudnn.aligned(n, 1024) <= n
+        assert n - n / 8 < cudnn.aligned(n, 1024) <= n
     assert cudnn.aligned(1023, 1024) == 0
     assert cudnn.aligned(200_003, 2048) == 200_003
