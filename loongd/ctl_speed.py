@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, TextIO
 
 from loongd.ctl_render import WIDTH, bar, numbers, seconds
@@ -26,9 +27,9 @@ _MOST_LINKS = 10
 def follow(lines: Iterable[bytes], progress: TextIO) -> dict[str, Any]:
     """Show progress until the last word, and return that. Raises ValueError when there is none.
 
-    On a terminal one bar that moves, elsewhere a line for each stage.
+    On a terminal one bar that moves, elsewhere a line for each stage and each tenth of the whole.
     """
-    shown = ""
+    shown: tuple[str, int] = ("", 0)
     last: dict[str, Any] = {}
     for line in lines:
         last = json.loads(line)
@@ -38,9 +39,9 @@ def follow(lines: Iterable[bytes], progress: TextIO) -> dict[str, Any]:
         if progress.isatty():
             text = f"{bar(last['fraction'], 30)} {last['fraction']:4.0%}  {stage}"
             progress.write("\r" + text.ljust(WIDTH - 1))
-        elif last["stage"] != shown:
+        elif (last["stage"], int(10 * last["fraction"])) != shown:
             progress.write(f"{last['fraction']:4.0%} {stage}\n")
-        shown = last["stage"]
+        shown = last["stage"], int(10 * last["fraction"])
         progress.flush()
     if progress.isatty():
         progress.write("\r" + " " * (WIDTH - 1) + "\r")
@@ -96,6 +97,9 @@ def profile(answer: Json) -> str:
     rows += ["", f"compute-bound from {_requests(bound, beyond=beyond)}"]
     if answer.get("path"):
         rows.append(f"saved as {answer['path']}")
+    if answer.get("doubt"):
+        again = "profile again when nothing else runs on it"
+        rows += ["", fill(f"{answer['doubt']}: {again}", WIDTH)]
     return "\n".join(rows)
 
 
@@ -148,6 +152,8 @@ def check(found: Json) -> str:
             f"{seconds(moves['token_s'] * 1e3)} per 1K tokens ({bandwidth});\n"
             f"compute-bound from {_requests(bound, beyond=bound > moves['max_batch'])}"
         )
+    if found.get("doubt"):
+        rows.append(fill(f"this profile is {found['doubt']}", WIDTH))
     if found["noise"] > _NOISY:
         rows.append(
             f"repetitions of a step typically take {found['noise']:.0%} longer than the fastest: "
@@ -168,7 +174,7 @@ def plan(answer: Json) -> str:
     if answer.get("at_most"):
         how = "at most predicted (running answers may end earlier)"
     else:
-        rough = "roughly predicted (nothing like it was measured: loongctl profile)"
+        rough = "roughly predicted (nothing like it was well measured: loongctl profile)"
         how = rough if answer["rough"] else "predicted"
     members = f": instances {numbers(answer['members'])}" if answer["members"] else ""
     rows = [

@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
+from math import inf
 from statistics import median, median_low
 
 from loongd.sched.sib_detail import LONG_CACHED_TOKENS, LONG_NEW_TOKENS
@@ -22,6 +23,8 @@ NUM_BLOCKS = 128
 """Blocks of KV that chunks and decode steps read."""
 PROFILE_SEED = 1
 _MIN_TOKENS = 16
+LEAST_ROUNDS = 3
+"""Runs of a step that nothing prevents: the first does not count, and two can differ."""
 _SINGLES = 12
 _RANDOM_PREFILLS = 12
 _MOST_REQUESTS = 24
@@ -82,6 +85,8 @@ class Effort:
         fill_s: seconds of prefill that the KV for chunks and decode steps may take.
         total_s: seconds that all points of all groups may take altogether, but for the fewest runs
             of each.
+        limit_s: seconds after which no point is run that has run `LEAST_ROUNDS` times, from the
+            start of a profile, warm-up and all.
         look_twice: whether the machine may be slower for a moment, so that what is worth timing is
             looked for twice.
     """
@@ -96,7 +101,13 @@ class Effort:
     max_batch: int
     fill_s: float
     total_s: float
+    limit_s: float = inf
     look_twice: bool = False
+
+    @property
+    def told_s(self) -> float:
+        """What a profile is said to take."""
+        return self.total_s if self.limit_s == inf else self.limit_s
 
     def rounds(self, run_s: float) -> int:
         """Runs of a step, of which one has taken `run_s` at first; that one counts."""
@@ -104,8 +115,8 @@ class Effort:
 
     def on_cpu(self) -> Effort:
         """For workers that share their processor with all that runs, so that steps differ each
-        time: more runs of shorter steps. No clock has to warm up and no step waits for its launch,
-        so a step need not follow another of its kind."""
+        time: more runs of shorter steps, while there is time. No clock has to warm up and no step
+        waits for its launch, so a step need not follow another of its kind."""
         return replace(
             self,
             max_step_s=min(self.max_step_s, 0.6),
@@ -117,6 +128,7 @@ class Effort:
             row_steps=1,
             max_batch=self.max_batch // 4,
             total_s=2 * self.total_s,
+            limit_s=3 * self.total_s,
             look_twice=True,
         )
 

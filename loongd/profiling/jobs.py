@@ -59,10 +59,12 @@ async def repeat(
     jobs: Sequence[Job],
     effort: grid.Effort,
     budget_s: float = float("inf"),
+    limit_s: float = float("inf"),
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[float, None]:
     """Run all jobs round by round; yields the share done. The fewest rounds each, and then until
-    each has had its own number or all together have taken `budget_s`."""
+    each has had its own number or all together have taken `budget_s`; when they have taken
+    `limit_s`, no more than `LEAST_ROUNDS`."""
     began_s = clock()
     rng = random.Random(_SEED)
     orders = [list(range(len(jobs)))]
@@ -70,22 +72,29 @@ async def repeat(
         orders.append(rng.sample(orders[0], len(jobs)))
     for number, order in enumerate(orders):
         for at, i in enumerate(order):
+            used = (clock() - began_s) / limit_s
+            if number >= grid.LEAST_ROUNDS and used >= 1.0:
+                yield 1.0
+                return
             await jobs[i].measure()
-            yield _SURE_SHARE * (number + at / len(jobs)) / len(orders)
+            num_done = number + at / len(jobs)
+            by_limit = min(used, num_done / grid.LEAST_ROUNDS)
+            yield max(_SURE_SHARE * num_done / len(orders), by_limit)
     # The first run of a size may plan or compile, and never counts; the others say how long more
     # will take.
     wanted = [effort.rounds(job.cost_s) - len(orders) for job in jobs]
     total_s = sum(job.cost_s * rounds for job, rounds in zip(jobs, wanted, strict=True))
     spent_s = 0.0
+    least_share = (clock() - began_s) / limit_s
     for number in range(max(wanted, default=0)):
         order = [i for i in range(len(jobs)) if number < wanted[i]]
         rng.shuffle(order)
         for i in order:
-            used = (clock() - began_s) / budget_s
+            used = (clock() - began_s) / min(budget_s, limit_s)
             if used >= 1.0:
                 break
             await jobs[i].measure()
             spent_s += jobs[i].cost_s
             share = max(spent_s / total_s, used)
-            yield min(_SURE_SHARE + (1 - _SURE_SHARE) * share, 1.0)
+            yield min(max(least_share, _SURE_SHARE + (1 - _SURE_SHARE) * share), 1.0)
     yield 1.0

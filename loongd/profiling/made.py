@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from loongd.profiling.facts import versions
 from loongd.profiling.links import Links
 from loongd.sched.sib_default import ModelFacts, hardware_of
@@ -48,6 +50,7 @@ def make_profile(
     links: Links,
     *,
     quick: bool,
+    noise: float,
 ) -> Profile:
     """The fits as a profile that says of itself what it is of."""
     facts = subject.facts
@@ -64,7 +67,7 @@ def make_profile(
             alpha_s=hardware.exchange_s * facts.num_layers,
             token_s=facts.kv_bytes_per_token / bytes_per_s,
         )
-    return Profile(
+    profile = Profile(
         model=facts.name,
         shape=facts.key,
         device=subject.device,
@@ -80,4 +83,8 @@ def make_profile(
         kv_bytes_per_token=facts.kv_bytes_per_token,
         link_bytes_per_s=bytes_per_s,
         versions=versions(),
+        noise=round(noise, 4),
     )
+    if profile.doubt:
+        profile = msgspec.structs.replace(profile, source=f"{source}; {profile.doubt}")
+    return profile

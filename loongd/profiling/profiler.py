@@ -61,7 +61,7 @@ class Profiler:
 
     async def run(self, request: ProfileRequest) -> AsyncGenerator[dict[str, Any], None]:
         """Yields `{"stage", "fraction"}` again and again, in the end `{"profile", "path",
-        "points"}` or `{"check"}`.
+        "doubt", "points"}` or `{"check"}`.
 
         Raises RequestError when busy, WorkerError when a worker fails.
         """
@@ -97,7 +97,10 @@ class Profiler:
         self._sib.replace(profile)
         path = store.save(store.state_dir(os.environ), profile) if save else None
         _log.info("profiled: %s", path or "not saved")
+        if profile.doubt:
+            _log.warning("this profile is %s; profile again when nothing else runs", profile.doubt)
         return {
             "profile": msgspec.to_builtins(profile),
             "path": None if path is None else str(path),
+            "doubt": profile.doubt,
         }

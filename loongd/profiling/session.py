@@ -7,7 +7,8 @@ are lent, where a profile is kept.
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from loongd.profiling.bench import Bench
 from loongd.profiling.jobs import Job, burst, repeat
 from loongd.profiling.links import Links
 from loongd.profiling.made import Subject, make_profile, migrate_facts
+from loongd.profiling.parts import Part, dops_of, masters_of, parts_of
 from loongd.sched.sib import Sib
 from loongd.sched.sib_fit import (
     DecodePoint,
@@ -44,6 +46,8 @@ class _Found:
     prefill: list[PrefillFit]
     decode: list[DecodeFit]
     points: list[Word]
+    spreads: list[float]
+    """How much repetitions of each step differ (`grid.spread`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,18 @@ class _Row:
 class Session:
     """One run on one bench."""
 
-    def __init__(self, bench: Bench, effort: grid.Effort, seed: int) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        effort: grid.Effort,
+        seed: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`seed` selects what a check measures."""
         self._bench = bench
         self._effort = effort
         self._seed = seed
+        self._clock = clock
         self._limit = 0
         self._longest = 0
         self._max_batch = 0
@@ -72,15 +83,12 @@ class Session:
 
     async def profile(self, subject: Subject, *, quick: bool) -> AsyncGenerator[Word, None]:
         """Progress, then `{"made": Profile, "points": [...]}`."""
-        dops = _dops(len(self._bench.instances))
-        shares = _shares(dops)
-        found = _Found([], [], [])
+        dops = dops_of(len(self._bench.instances))
+        found = _Found([], [], [], [])
         links = Links(self._bench, {})
-        for number, dop in enumerate(dops):
-            left_s = self._effort.total_s * sum(shares[number + 1 :])
-            budget_s = self._effort.total_s * shares[number]
-            async for word in self._profile_dop(dop, found, budget_s):
-                yield _within(word, sum(shares[:number]), shares[number], left_s)
+        for part in parts_of(dops, self._effort, self._clock()):
+            async for word in self._profile_dop(part, found):
+                yield part.within(word)
         if len(self._bench.instances) > 1:
             most = min(self._longest, _MOST_MOVED, self._bench.pool_tokens // 3)
             async for _ in links.measure(most):
@@ -92,15 +100,21 @@ class Session:
             ]
         yield {"stage": "done", "fraction": 1.0}
         yield {
-            "made": make_profile(subject, found.prefill, found.decode, links, quick=quick),
+            "made": make_profile(
+                subject,
+                found.prefill,
+                found.decode,
+                links,
+                quick=quick,
+                noise=_noise(found.spreads),
+            ),
             "points": found.points,
         }
 
-    async def _profile_dop(
-        self, dop: int, found: _Found, budget_s: float
-    ) -> AsyncGenerator[Word, None]:
+    async def _profile_dop(self, part: Part, found: _Found) -> AsyncGenerator[Word, None]:
         """All steps of a group, in the same rounds, and the fits of their times."""
-        async for word in self._warm_up(dop, budget_s):
+        dop = part.dop
+        async for word in self._warm_up(part):
             yield word
         bench, replays = self._bench, self._bench.padded_sizes
         sizes = grid.prefill_sizes(
@@ -114,15 +128,16 @@ class Session:
         prefills, launches = ([(s, self._prefill_job(s)) for s in of] for of in (sizes, small))
         rows = [
             self._row(size, num_masters)
-            for num_masters in _masters(dop)
+            for num_masters in masters_of(dop)
             for size in grid.decode_sizes(
                 max(self._max_batch, _LEAST_BATCH * num_masters), num_masters, self._most_blocks
             )
         ]
         jobs = [job for _, job in (*prefills, *launches)] + [row.job for row in rows]
-        async for word in self._measure(jobs, dop, budget_s):
+        async for word in self._measure(jobs, part):
             yield word
         bench.clear()
+        found.spreads += [grid.spread(job.times) for job in jobs if job.typical_s >= _TOO_SHORT_S]
         found.prefill.append(
             fit_measured(
                 dop,
@@ -132,7 +147,7 @@ class Session:
                 replays.chunks,
             )
         )
-        for num_masters in _masters(dop):
+        for num_masters in masters_of(dop):
             self._fit_decode(dop, num_masters, rows, found)
 
     def _fit_decode(self, dop: int, num_masters: int, rows: list[_Row], found: _Found) -> None:
@@ -162,14 +177,11 @@ class Session:
         sib = Sib(profile)
         dops = [fit.dop for fit in profile.prefill if fit.dop <= len(self._bench.instances)]
         points: list[Word] = []
-        shares = _shares(dops)
-        for number, dop in enumerate(dops):
-            left_s = self._effort.total_s * sum(shares[number + 1 :])
-            budget_s = self._effort.total_s * shares[number]
-            async for word in self._check_dop(sib, dop, points, budget_s):
-                yield _within(word, sum(shares[:number]), shares[number], left_s)
+        for part in parts_of(dops, self._effort, self._clock()):
+            async for word in self._check_dop(sib, part, points):
+                yield part.within(word)
         yield {"stage": "done", "fraction": 1.0}
-        noise = median(point.pop("spread") for point in points) if points else 0.0
+        noise = _noise([point.pop("spread") for point in points])
         yield {
             "check": {
                 "num_points": len(points),
@@ -181,15 +193,16 @@ class Session:
                 "date": profile.date,
                 "seed": self._seed,
                 "migrate": migrate_facts(profile),
+                "doubt": profile.doubt,
             }
         }
 
     async def _check_dop(
-        self, sib: Sib, dop: int, points: list[Word], budget_s: float
+        self, sib: Sib, part: Part, points: list[Word]
     ) -> AsyncGenerator[Word, None]:
         """Unseen batches, all in the same rounds as in a profile."""
-        bench, profile = self._bench, sib.profile
-        async for word in self._warm_up(dop, budget_s, _most_read(profile, dop)):
+        bench, profile, dop = self._bench, sib.profile, part.dop
+        async for word in self._warm_up(part, _most_read(profile, dop)):
             yield word
         longest = min(self._longest, _reach(profile, dop))
         sizes = grid.random_prefills(
@@ -199,13 +212,13 @@ class Session:
         most = min(self._max_batch, _largest_batch(profile, dop))
         rows = [
             self._row(size, num_masters)
-            for num_masters in _masters(dop)
+            for num_masters in masters_of(dop)
             for size in grid.random_decodes(
                 most, num_masters, self._most_blocks, self._seed + num_masters, _CHECKED_DECODES
             )
         ]
         jobs = [job for _, job in prefills] + [row.job for row in rows]
-        async for word in self._measure(jobs, dop, budget_s):
+        async for word in self._measure(jobs, part):
             yield word
         bench.clear()
         for items, job in prefills:
@@ -232,20 +245,18 @@ class Session:
         room = self._bench.max_tokens - self._effort.row_steps
         return max(1, room // self._bench.block_tokens)
 
-    async def _measure(
-        self, jobs: Sequence[Job], dop: int, budget_s: float
-    ) -> AsyncGenerator[Word, None]:
-        async for done in repeat(jobs, self._effort, budget_s):
-            left_s = budget_s * (1.0 - done)
-            yield {"stage": f"dop {dop}: steps", "fraction": done, "left_s": left_s}
+    async def _measure(self, jobs: Sequence[Job], part: Part) -> AsyncGenerator[Word, None]:
+        limit_s = max(part.ends_s - self._clock(), _TOO_SHORT_S)
+        async for done in repeat(jobs, self._effort, part.budget_s, limit_s, self._clock):
+            yield {"stage": f"dop {part.dop}: steps", "fraction": done}
 
     async def _warm_up(
-        self, dop: int, budget_s: float, most_read: int = sys.maxsize
+        self, part: Part, most_read: int = sys.maxsize
     ) -> AsyncGenerator[Word, None]:
         """Find the longest prompt and the largest decode batch that are worth timing, and fill the
-        pool with what steps read, at most `most_read` tokens; yields now and then. `budget_s` is
-        what comes afterwards."""
-        word = {"stage": f"dop {dop}: warm-up", "fraction": 0.0, "left_s": budget_s}
+        pool with what steps read, at most `most_read` tokens; yields now and then."""
+        dop = part.dop
+        word = {"stage": f"dop {dop}: warm-up", "fraction": 0.0}
         yield word
         bench, effort = self._bench, self._effort
         bench.group(dop)
@@ -308,20 +319,13 @@ def _keep(
     return [PrefillPoint(items, job.typical_s) for items, job in measured]
 
 
+def _noise(spreads: Sequence[float]) -> float:
+    """How much repetitions of a step differ, typically."""
+    return median(spreads) if spreads else 0.0
+
+
 def _rounded(times: Sequence[float]) -> list[float]:
     return [round(s, 5) for s in times]
-
-
-def _within(word: Word, begin: float, share: float, later_s: float) -> Word:
-    """Progress of one of several parts as progress of all; `later_s` is for the parts to come."""
-    fraction = begin + share * word["fraction"]
-    return word | {"fraction": fraction, "left_s": word["left_s"] + later_s}
-
-
-def _shares(dops: Sequence[int]) -> list[float]:
-    """Of the time, for each degree of parallelism: as many parts as it has kinds of steps."""
-    parts = [1 + len(_masters(dop)) for dop in dops]
-    return [part / sum(parts) for part in parts]
 
 
 def _add(points: list[Word], predicted_s: float, job: Job, **what: Any) -> None:
@@ -336,16 +340,6 @@ def _add(points: list[Word], predicted_s: float, job: Job, **what: Any) -> None:
 
 def _mean(points: list[Word]) -> float:
     return sum(point["error"] for point in points) / len(points) if points else 0.0
-
-
-def _dops(num_instances: int) -> list[int]:
-    """All degrees up to four, then powers of two and the largest."""
-    wanted = {*range(1, 5), *(1 << i for i in range(3, 10)), num_instances}
-    return sorted(dop for dop in wanted if dop <= num_instances)
-
-
-def _masters(dop: int) -> list[int]:
-    return sorted({1, dop})
 
 
 def _reach(profile: Profile, dop: int) -> int:

@@ -57,6 +57,8 @@ class Speed:
         else:
             path, profile = found
             _log.info("profile %s of %s", path, profile.date)
+            if profile.doubt:
+                _log.warning("this profile is %s: run loongctl profile", profile.doubt)
             self.sib.replace(profile)
 
     def subject(self, max_tokens: int) -> Subject:

@@ -302,7 +302,8 @@ class Dispatch:
     def take(self, requests: Iterable[Request], instances: Sequence[int]) -> list[Request]:
         """The first requests that the instances compute, one each, up to the tipping point.
 
-        A request without room is left out; the first with room always goes.
+        A request without room is left out; the first with room always goes. Each counts for what
+        it adds to a step: the least time of a step is a batch's, not that of each of its requests.
         """
         costs = self._costs
         rooms = [max(0, self._draft.room(i)) for i in instances]
@@ -314,13 +315,29 @@ class Dispatch:
             num_tokens = request.num_tokens
             if num_tokens > min(room, most):
                 continue
-            left_s -= self._alone_s(num_tokens) - costs.alpha_s
+            left_s -= costs.added_s(num_tokens)
             left_tokens -= num_tokens
             room -= num_tokens
             if taken and (left_s < 0 or left_tokens < 0):
                 break
             taken.append(request)
         return taken
+
+    def batches(self, requests: Iterable[Request]) -> list[list[Request]]:
+        """How `take` cuts a queue, again and again, for one instance with room for all."""
+        found: list[list[Request]] = []
+        left_s = left_tokens = 0.0
+        for request in requests:
+            num_tokens = request.num_tokens
+            added_s = self._costs.added_s(num_tokens)
+            if not found or left_s < added_s or left_tokens < num_tokens:
+                found.append([])
+                left_s = self.tipping_s - self._costs.alpha_s
+                left_tokens = self._view.limits.max_num_batched_tokens
+            found[-1].append(request)
+            left_s -= added_s
+            left_tokens -= num_tokens
+        return found
 
     def weigh(self, taken: Sequence[Request], batch: Sequence[Request]) -> tuple[float, float]:
         """Gain and cost (seconds per token) of prefilling `taken` where `batch` decodes.
@@ -332,10 +349,11 @@ class Dispatch:
         time_s = self._costs.time_s([(0, request.num_tokens) for request in taken])
         cost = sum([time_s / (request.num_generated or 1) for request in batch])
         exec_s = min([now - (r.first_token_s or now) for r in batch], default=0.0)
-        wait_s = max(0.0, self._avg_decode_s() - exec_s)
+        wait_s = max(0.0, self.avg_decode_s() - exec_s)
         return sum([wait_s / request.num_tokens for request in taken]), cost
 
-    def _avg_decode_s(self) -> float:
+    def avg_decode_s(self) -> float:
+        """How long answers take, as far as is known."""
         if self._view.avg_decode_s is not None:
             return self._view.avg_decode_s
         step_s = self._sib.decode_s(dop=1, num_masters=1, batch=1, kv_tokens=1)

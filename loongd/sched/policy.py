@@ -194,6 +194,8 @@ class Policy(Protocol):
     `steady_requests`: a decode group of one instance and at most so many requests, with room,
     steps on unchanged while nothing waits and nothing is half done; with `steady_groups` also one
     of several instances.
+    `pays_decode`: behind a prefill, decode has `decode_share` of its time before the next; else it
+    has a step.
     """
 
     @property
@@ -201,6 +203,9 @@ class Policy(Protocol):
 
     @property
     def steady_groups(self) -> bool: ...
+
+    @property
+    def pays_decode(self) -> bool: ...
 
     def settled(self, view: View, groups: Sequence[Sequence[int]]) -> list[Settled]:
         """Of decode groups of these instances, each in a step with all its requests: how long

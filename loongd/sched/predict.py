@@ -1,8 +1,8 @@
 """What would become of a prompt that came now: place, waiting time, prefill time.
 
 Knows: the policy's own answer when an instance is free, else an estimate from the steps that run,
-the work ahead in the queue and the slots that admission counts. Does not know: the future; nothing
-that arrives later is counted.
+the turns of the work ahead in the queue (`sched.turns`) and the slots that admission counts. Does
+not know: the future; nothing that arrives later is counted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from loongd.sched.admission import never_fits
 from loongd.sched.chunks import alone, in_one_step, left_s
 from loongd.sched.dispatch import AloneTimes, Dispatch
 from loongd.sched.draft import Draft
-from loongd.sched.instance import Step
-from loongd.sched.plan import DecodePlan, PrefillPlan
 from loongd.sched.policy import Decisions, Policy, View
 from loongd.sched.request import Request
 from loongd.sched.sib import Sib
+from loongd.sched.sib_profile import NOISY
 from loongd.sched.slot_wait import SlotWait, wait_for_slots
+from loongd.sched.turns import Turns
 from loongd.sched.words import plural
 
 # The queue is added up request by request as far as this, then by its mean.
@@ -31,8 +31,6 @@ MAX_DEPTH = 256
 PASSED_LENGTHS = 4
 # A prediction is rough beyond so many times the work that was ever measured.
 FAR = 4.0
-# A step is never taken to be nearer to its end than this share of its time so far or predicted.
-OVERDUE_SHARE = 0.1
 # No client can have this id: ids of real requests have no blanks.
 PROMPT_ID = "this prompt"
 LAST_ORDER = 1 << 62
@@ -42,8 +40,9 @@ LAST_ORDER = 1 << 62
 class Prediction:
     """TTFT is `queue_s + prefill_s`; `members` is empty when the prompt would wait.
 
-    `rough`: the times come from no measurement of these workers, or from far outside its range,
-    or are `at_most`: `queue_s` is an upper bound, for nobody knows when running answers end.
+    `rough`: the times come from no measurement of these workers, from one on a busy machine, or
+    from far outside its range, or are `at_most`: `queue_s` is an upper bound, for nobody knows when
+    running answers end.
     """
 
     dop: int
@@ -81,7 +80,10 @@ def predict(
 
 
 def _is_rough(sib: Sib, dop: int, num_tokens: int) -> bool:
-    return not sib.profile.measured or sib.prefill_reach(dop, [(0, num_tokens)]) > FAR
+    profile = sib.profile
+    if not profile.measured or profile.noise > NOISY:
+        return True
+    return sib.prefill_reach(dop, [(0, num_tokens)]) > FAR
 
 
 def _ask(policy: Policy, sib: Sib, view: View, request: Request) -> Prediction:
@@ -103,12 +105,11 @@ def _ask(policy: Policy, sib: Sib, view: View, request: Request) -> Prediction:
     for give_up in decisions.give_ups:
         if give_up.request is request:
             return Prediction(0, (), 0.0, 0.0, give_up.message)
-    return _after_others(sib, view, request)
+    return _after_others(sib, view, request, pays_decode=policy.pays_decode)
 
 
-def _after_others(sib: Sib, view: View, request: Request) -> Prediction:
-    """An estimate: the earliest end of a step, or of those whose slots it needs, then an equal
-    share of the work ahead of it."""
+def _after_others(sib: Sib, view: View, request: Request, *, pays_decode: bool) -> Prediction:
+    """An estimate: its turn, or when those end whose slots it needs and what is ahead then."""
     draft = Draft(view)
     alive = [i for i in view.instances.values() if i.alive]
     if not alive:
@@ -118,29 +119,34 @@ def _after_others(sib: Sib, view: View, request: Request) -> Prediction:
         return Prediction(0, (), 0.0, 0.0, give_up.message)
     if request.committed_tokens > draft.total_slots:
         return Prediction(0, (), 0.0, 0.0, _describe_lost(request, draft))
-    steps = {i.step.step_id: i.step for i in alive if i.step is not None}
-    step_s = min((_left_of(sib, step, view.now) for step in steps.values()), default=0.0)
     dispatch = Dispatch(view, draft, sib, AloneTimes(sib))
     is_short = dispatch.is_short(request)
     queue = _Queue(view, request, dispatch)
-    ahead_s, num_ahead = queue.ahead(sib)
+    turns = Turns(view, draft, sib, dispatch, queue.before, pays_decode=pays_decode)
+    dop = 1 if is_short else len(alive)
+    if is_short:
+        turn = turns.of_short(request, queue.num_more)
+    else:
+        alone_s = _alone_s(sib, view, dop, request.num_tokens)
+        turn = turns.of_long(queue.started_s, alone_s, queue.num_more)
     before, num_more = queue.admitted_first(draft)
     slots = wait_for_slots(view, draft, sib, request, before, num_more)
-    dop = 1 if is_short else len(alive)
-    wait_s, share_s = max(step_s, slots.time_s if slots else 0.0), ahead_s / len(alive)
-    prefill_s = _alone_s(sib, view, dop, request.num_tokens)
+    wait_s = max(turn.first_s, slots.time_s if slots else 0.0)
+    share_s = turn.begins_s - turn.first_s
+    num_ahead = len(queue.before) + queue.num_more + sum(map(bool, queue.started_s))
+    beside = f" beside {turn.num_beside:,} of them" if turn.num_beside else ""
     reason = (
-        f"wait {_describe_wait(step_s, slots)} and {share_s:.3f} s for "
-        f"{plural(num_ahead, 'request')} ahead, then prefill {request.num_tokens:,} tokens on "
-        f"{plural(dop, 'instance')}, predicted {prefill_s:.3f} s"
+        f"wait {_describe_wait(turn.first_s, slots)} and {share_s:.3f} s for "
+        f"{plural(num_ahead, 'request')} ahead, then prefill {request.num_tokens:,} tokens{beside} "
+        f"on {plural(dop, 'instance')}, predicted {turn.time_s:.3f} s"
     )
-    return Prediction(dop, (), wait_s + share_s, prefill_s, reason, at_most=slots is not None)
+    return Prediction(dop, (), wait_s + share_s, turn.time_s, reason, at_most=slots is not None)
 
 
-def _describe_wait(step_s: float, slots: SlotWait | None) -> str:
+def _describe_wait(first_s: float, slots: SlotWait | None) -> str:
     if slots is None:
-        return f"{step_s:.3f} s for an instance"
-    return f"at most {max(step_s, slots.time_s):.3f} s for {slots.describe()}"
+        return f"{first_s:.3f} s for an instance"
+    return f"at most {max(first_s, slots.time_s):.3f} s for {slots.describe()}"
 
 
 def _describe_lost(request: Request, draft: Draft) -> str:
@@ -152,39 +158,38 @@ def _describe_lost(request: Request, draft: Draft) -> str:
 
 class _Queue:
     """Who goes before `request`, as far as is looked at: all, or, before a short one, those that
-    are not much longer."""
+    are not much longer.
+
+    Attributes:
+        before: those that wait.
+        num_more: like these, but not looked at.
+        started_s: seconds, of one instance, of unfinished prefills that go before a long one.
+    """
 
     def __init__(self, view: View, request: Request, dispatch: Dispatch) -> None:
         self._view = view
         self._request = request
-        self._dispatch = dispatch
-        self._is_short = dispatch.is_short(request)
-        self._most = request.num_tokens * PASSED_LENGTHS if self._is_short else 1 << 62
+        is_short = dispatch.is_short(request)
+        self._most = request.num_tokens * PASSED_LENGTHS if is_short else 1 << 62
         self._seen = list(islice(view.waiting, MAX_DEPTH))
-        self._before = [other for other in self._seen if other.left_tokens <= self._most]
+        self.before = [other for other in self._seen if other.left_tokens <= self._most]
         self._num_unseen = 0
         if len(self._seen) == MAX_DEPTH:
             self._num_unseen = len([*view.waiting]) - MAX_DEPTH
+        self.num_more = self._more_like(self.before)
+        self.started_s: list[float] = []
+        if not is_short:  # which has its turn between two of their chunks, or parts of them
+            unfinished = islice(view.tally.unfinished.values(), MAX_DEPTH)
+            self.started_s = [dispatch.ahead_s(other, request) for other in unfinished]
 
-    def _num_more(self, seen: Sequence[Request]) -> int:
+    def _more_like(self, seen: Sequence[Request]) -> int:
         """How many are like these among those that are not looked at."""
         return len(seen) * self._num_unseen // max(1, len(self._seen))
-
-    def ahead(self, sib: Sib) -> tuple[float, int]:
-        """Prefill seconds on one instance, and number, of the requests that go first."""
-        unfinished = islice(self._view.tally.unfinished.values(), MAX_DEPTH)
-        started: list[float] = []
-        if not self._is_short:  # which has its turn between two of their chunks, or parts of them
-            started = [self._dispatch.ahead_s(other, self._request) for other in unfinished]
-        before_s = sum(sib.prefill_s(1, [(0, other.left_tokens)]) for other in self._before)
-        num_before = len(self._before) + self._num_more(self._before)
-        before_s *= num_before / max(1, len(self._before))
-        return sum(started) + before_s, sum(map(bool, started)) + num_before
 
     def admitted_first(self, draft: Draft) -> tuple[Sequence[Request], int]:
         """Those that get their slots first, and how many more like them. A short request passes
         longer ones if that leaves room for the first of them once all older ones have ended."""
-        before = self._before
+        before = self.before
         free = draft.total_slots - draft.committed
         passed = (other for other in self._seen if other.left_tokens > self._most)
         head = next((other for other in passed if other.committed_tokens > free), None)
@@ -193,7 +198,7 @@ class _Queue:
             younger = sum(r.committed_tokens for r in running if r.order > head.order)
             slack = draft.total_slots - head.committed_tokens - younger
             before = self._seen if self._request.committed_tokens > slack else before
-        return before, self._num_more(before)
+        return before, self._more_like(before)
 
 
 def _alone_s(sib: Sib, view: View, dop: int, num_tokens: int) -> float:
@@ -201,22 +206,3 @@ def _alone_s(sib: Sib, view: View, dop: int, num_tokens: int) -> float:
     if dop == len(view.free):
         pace = alone(sib, dop, cached=0, left=num_tokens, limits=view.limits)
     return left_s(sib, dop, cached=0, left=num_tokens, pace=pace)
-
-
-def _left_of(sib: Sib, step: Step, now: float) -> float:
-    """Predicted seconds until a step ends; one that is overdue does not end at once."""
-    match step.plan:
-        case PrefillPlan(items=prefills):
-            lengths = [(item.start, item.num_tokens) for item in prefills]
-            time_s = sib.prefill_s(step.plan.dop, lengths) * step.plan.share
-        case DecodePlan(items=decodes):
-            time_s = sib.decode_s(
-                dop=step.plan.dop,
-                num_masters=len(step.plan.masters),
-                batch=len(decodes),
-                kv_tokens=sum(item.position + 1 for item in decodes),
-            )
-        case plan:
-            time_s = sib.migrate_s(plan.num_tokens)
-    spent_s = now - step.started_s
-    return max(time_s - spent_s, OVERDUE_SHARE * max(time_s, spent_s))

@@ -54,6 +54,7 @@ class Scheduler:
         self._policy = policy
         self._sib = sib
         self._state = State(limits)
+        self.story_ids = self._state.stories.ids
         self._starter = Starter(self._state, sib)
         self._actions: list[Action] = []
 
@@ -363,10 +364,8 @@ class Scheduler:
             holders.update(self._state.pool.free_segment(segment))
         alive = tuple(i for i in sorted(holders) if self._state.instances[i].alive)
         if alive:
-            what = plural(len(segments), "segment")
-            self._actions.append(
-                FreeSegments(segments, alive, f"free {what} of {request.request_id}: {reason}")
-            )
+            what = f"{plural(len(segments), 'segment')} of {request.request_id}"
+            self._actions.append(FreeSegments(segments, alive, f"free {what}: {reason}"))
 
     # -- plans
 

@@ -31,6 +31,9 @@ from loongd.errors import ConfigError
 from loongd.sched.sib_detail import DecodeGrid, PrefillDetail, SmallSteps
 
 FORMAT = 1
+NOISY = 0.10
+"""Steps that typically take so much longer than the fastest of their runs tell more of what else
+ran on the machine."""
 
 
 class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +66,10 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
         square = new * (new + 2 * cached)
         time_s = self.alpha_s + self.item_s + self.beta_s * new + self.gamma_s * square
         return max(self.floor_s, time_s)
+
+    def added_s(self, new: int) -> float:
+        """What one more prompt adds to a step that takes its least time anyway."""
+        return self.item_s + (self.beta_s + self.gamma_s * new) * new
 
     def scaled(self, factor: float) -> Coefficients:
         """All times multiplied by `factor`."""
@@ -202,6 +209,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         measured: coefficients come from these very workers; else they are a model, and online
             correction may move them further.
         versions: of loongd and of libraries that matter.
+        noise: how much longer than the fastest of its runs a measured step took, typically.
         compute_bound_batch: requests per master at which arithmetic takes as long as reading
             the weights.
         link_bytes_per_s: bandwidth from one instance to another, one way.
@@ -222,12 +230,23 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes_per_s: float
     dtype: str = ""
     versions: dict[str, str] = {}
+    noise: float = 0.0
     format: int = FORMAT
 
     @property
     def max_dop(self) -> int:
         """The largest degree of parallelism with prefill coefficients."""
         return max(fit.dop for fit in self.prefill)
+
+    @property
+    def doubt(self) -> str:
+        """Why its times should not be trusted; empty when they may be."""
+        if self.noise <= NOISY:
+            return ""
+        return (
+            f"not to be trusted: measured steps typically took {self.noise:.0%} longer than the "
+            "fastest of their runs, as on a busy machine"
+        )
 
 
 _NUMBERS = re.compile(r"\[[-+0-9.eE,\s]+\]")

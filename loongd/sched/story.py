@@ -151,6 +151,10 @@ class StoryBook:
         entries = tuple(copy(entry) for entry in tale.entries)
         return Story(request.prompt_tokens, request.num_generated, entries)
 
+    def ids(self) -> tuple[list[str], list[str]]:
+        """Ids of the ended and of the live requests whose stories are kept, oldest first."""
+        return list(self._ended), list(self._live)
+
     @property
     def live(self) -> frozenset[str]:
         return frozenset(self._live)

@@ -167,6 +167,7 @@ class Lazy:
 
     steady_requests = 0
     steady_groups = False
+    pays_decode = False
 
     def decide(self, view):
         return Decisions()

@@ -35,8 +35,10 @@ def make_sib(
     max_dop=8,
     compute_bound_batch=128,
     over_s=1e-4,
+    least_s=0.0,
 ):
-    """A prefill takes fixed + token * new / dop; a decode step fixed + kv_token * kv / dop."""
+    """A prefill takes fixed + token * new / dop, or `least_s` if that is more; a decode step
+    fixed + kv_token * kv / dop."""
     dops = range(1, max_dop + 1)
     big = 1 << 40
     profile = Profile(
@@ -54,6 +56,7 @@ def make_sib(
                     alpha_s=fixed_s + per_member_s * (dop - 1),
                     beta_s=token_s / dop,
                     gamma_s=square_s / dop,
+                    floor_s=least_s,
                 ),
                 max_tokens=big,
                 max_square=big,

@@ -2,22 +2,26 @@
 
 import asyncio
 import dataclasses
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from profile_kit import FACTS, SHORT, FakeWorkers, make_profiler
+from profile_kit import FACTS, MAX_TOKENS, SHORT, FakeWorkers, make_profiler
 
+from loongd import ctl_speed
 from loongd.errors import ConfigError, WorkerError
 from loongd.profiling import grid, store
 from loongd.profiling.bench import Bench, even
 from loongd.profiling.facts import device_key
+from loongd.profiling.made import Subject
 from loongd.profiling.profiler import ProfileRequest
+from loongd.profiling.session import Session
 from loongd.sched.sib import Sib, default_profile
 from loongd.sched.sib_detail import small_limits
-from loongd.wire import PaddedSizes, StepDone
+from loongd.wire import PaddedSizes, RunStep, StepDone
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +62,74 @@ async def test_a_profile_finds_the_formula_of_the_workers(num_instances: int) ->
 async def test_steps_spoiled_by_the_machine_do_not_spoil_the_profile() -> None:
     _, sib = await run(FakeWorkers(1, spoil=5.0), save=False)
     assert sib.prefill_s(1, [(0, 1000)]) == pytest.approx(0.0011 + 0.020 + 0.001, rel=0.1)
+
+
+class Unsteady(FakeWorkers):
+    """Every other step takes half as long again."""
+
+    def time_s(self, step: RunStep) -> float:
+        return super().time_s(step) * (1.5 if self.num_steps % 2 else 1.0)
+
+
+async def test_a_profile_of_steps_that_scatter_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
+    words, sib = await run(Unsteady(1))
+    doubt = words[-1]["doubt"]
+    assert doubt.startswith("not to be trusted: measured steps typically took ")
+    assert doubt in caplog.text
+    assert sib.profile.noise > 0.2
+    kept = store.load(Path(words[-1]["path"]))
+    assert kept.doubt == doubt
+    assert doubt in kept.source
+    shown = ctl_speed.profile(words[-1])
+    assert f"{doubt}: profile again when nothing else runs on it" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines()[-2:])) <= ctl_speed.WIDTH
+    words, sib = await run(Unsteady(1), check=True)
+    assert words[-1]["check"]["noise"] > 0.2
+
+
+async def test_a_profile_of_steady_steps_is_in_no_doubt() -> None:
+    words, sib = await run(FakeWorkers(2), save=False)
+    assert sib.profile.noise < 0.01
+    assert words[-1]["doubt"] == ""
+    assert "trusted" not in sib.profile.source
+    assert "profile again" not in ctl_speed.profile(words[-1])
+
+
+async def test_a_check_says_that_the_profile_was_in_doubt() -> None:
+    workers = FakeWorkers(1)
+    profiler, sib = make_profiler(workers)
+    sib.replace(msgspec.structs.replace(sib.profile, noise=0.4))
+    words = [w async for w in profiler.run(ProfileRequest(quick=True, check=True))]
+    assert "this profile is not to be trusted: " in ctl_speed.check(words[-1]["check"])
+
+
+class Clocked(FakeWorkers):
+    """Knows how long its steps have taken altogether."""
+
+    now_s = 0.0
+
+    def time_s(self, step: RunStep) -> float:
+        took_s = super().time_s(step)
+        self.now_s += took_s * self.slow
+        return took_s
+
+
+async def test_a_profile_takes_no_longer_than_it_says() -> None:
+    """A clock that only steps move; warm-ups count as well."""
+    workers = Clocked(2, slow=40.0)
+    subject = Subject(facts=FACTS, device="cpu x", dtype="float32", tp=1, max_tokens=MAX_TOKENS)
+    with workers.exclusive() as exclusive:
+        bench = Bench(exclusive, vocab_size=300, max_tokens=MAX_TOKENS)
+        effort = dataclasses.replace(grid.QUICK, total_s=40.0).on_cpu()
+        session = Session(bench, effort, 1, clock=lambda: workers.now_s)
+        words = [word async for word in session.profile(subject, quick=True)]
+    stages = [word for word in words if "stage" in word]
+    assert stages[0]["left_s"] == 120.0
+    assert all(a["left_s"] >= b["left_s"] for a, b in pairwise(stages[:-2]))
+    assert 60.0 < workers.now_s < 130.0, "176 s for as many runs as are wanted"
 
 
 async def test_a_check_is_content_with_what_it_measured_and_not_with_other_workers() -> None:

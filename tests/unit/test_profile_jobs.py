@@ -68,6 +68,21 @@ async def test_when_time_is_up_each_step_has_run_as_often_as_it_must() -> None:
     assert [len(job.times) for job in steps.jobs] == [4] * 6
 
 
+@pytest.mark.parametrize(("limit_s", "num_runs"), [(0.01, 18), (0.9, 26), (100.0, 54)])
+async def test_past_the_limit_no_step_runs_that_has_run_three_times(
+    limit_s: float, num_runs: int
+) -> None:
+    """A round takes 0.21 s; nine rounds are wanted, five at least."""
+    steps = Steps(6)
+    effort = dataclasses.replace(grid.QUICK, min_rounds=5, max_rounds=9, point_s=9.0)
+    shares = repeat(steps.jobs, effort, limit_s=limit_s, clock=lambda: steps.now)
+    done = [share async for share in shares]
+    assert done == sorted(done)
+    assert done[-1] == 1.0
+    assert min(len(job.times) for job in steps.jobs) >= grid.LEAST_ROUNDS
+    assert len(steps.ran) == pytest.approx(num_runs, abs=2)
+
+
 async def test_a_burst_lasts_and_its_first_step_does_not_count() -> None:
     times = iter([0.05, 0.02, 0.01, 0.02, 9.0])
 

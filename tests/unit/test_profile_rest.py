@@ -81,8 +81,10 @@ async def test_profile_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert f"saved as {out}" in shown.out
         assert "dop 2    2 " in shown.out
         assert "all      3 ms       2 ms           0.128 GB/s" in shown.out
-        assert "0% dop 1: warm-up, some 2 min left" in shown.err
+        assert "0% dop 1: warm-up, some 3 min left" in shown.err
         assert "100% done" in shown.err
+        tenths = [line[:4] for line in shown.err.splitlines() if "dop 2: steps" in line]
+        assert 4 <= len(tenths) == len(set(tenths)), "not only the beginning of a long stage"
         assert parse_profile(out.read_bytes(), where="out") == sib.profile
         assert max(map(len, shown.out.splitlines()[:-1])) <= ctl_speed.WIDTH
 
@@ -144,7 +146,7 @@ async def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         engine.plan_answer = PLAN | {"rough": True}
         assert await loongctl(path, "plan", "5000") == 0
         assert (
-            "1.75 s roughly predicted (nothing like it was measured: loongctl profile)"
+            "1.75 s roughly predicted (nothing like it was well measured: loongctl profile)"
             in capsys.readouterr().out
         )
         engine.plan_answer = PLAN | {"rough": True, "at_most": True}

@@ -272,6 +272,17 @@ def test_the_tipping_point_limits_a_batch():
     assert max(sizes) == 2, "10 ms fixed of 0.1 s: 90 tokens"
 
 
+def test_the_least_time_of_a_step_counts_once_for_a_batch():
+    """A prompt of 10 tokens takes 80 ms alone, as one of 70 does, but adds 10 ms to others."""
+    world = VirtualTime(50_000, sib=make_sib(least_s=0.08))
+    world.arrive("x", 10)
+    for n in range(16):
+        world.arrive(f"s{n}", 10, max_tokens=1)
+    world.run()
+    sizes = [len(plan.items) for _, _, plan in world.plans if isinstance(plan, PrefillPlan)]
+    assert sizes == [1, 16], "170 ms, within the bound; 80 ms each would be four at a time"
+
+
 # -- passing
 
 

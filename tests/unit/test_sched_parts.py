@@ -414,7 +414,12 @@ def test_a_prompt_that_waits_for_the_chunk_is_told_to():
     world.scheduler._sib = world.sib
     left_of_chunk_s = make_sib().prefill_s(2, [(0, 10_000)]) * 29 / 32
     found = world.scheduler.predict(9_000, 4, world.now)
-    assert 0.9 * left_of_chunk_s < found.queue_s < 1.5 * left_of_chunk_s
+    asked_s = world.now
+    world.arrive("next", 9_000, max_tokens=4)
+    world.run()
+    waited_s = world.prefills("next")[0][0] - asked_s
+    assert waited_s > 1.5 * left_of_chunk_s, "decode has its turn between the parts"
+    assert found.queue_s == pytest.approx(waited_s, rel=0.1)
 
 
 @pytest.mark.usefixtures("as_long_as_possible")

@@ -30,6 +30,7 @@ class FirstComeFirstServed:
 
     steady_requests = 1 << 62
     steady_groups = True
+    pays_decode = False
 
     def __init__(self, sib: Sib | None = None) -> None:
         """`sib` decides nothing; it tells times in reasons."""

@@ -57,6 +57,7 @@ class LoongServe:
 
     # Those of several instances may be drawn together.
     steady_groups = False
+    pays_decode = True
 
     @property
     def steady_requests(self) -> int:

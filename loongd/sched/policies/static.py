@@ -67,6 +67,7 @@ class FixedGroups:
 
     steady_requests = 1 << 62
     steady_groups = True
+    pays_decode = False
 
     def __init__(self, *, together: bool, chunked: bool = False, sib: Sib | None = None) -> None:
         """`chunked`: a prompt is cut where a step has `max_num_batched_tokens`. `sib` decides
