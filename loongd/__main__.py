@@ -1,7 +1,7 @@
 """The command `loongd`: arguments to a configuration, a configuration to a running daemon.
 
 Knows: the command line, which file to read, and exit codes (0 stopped as asked, 1 failed,
-2 wrong usage or configuration).
+2 wrong usage or configuration, which trying again cannot help).
 Does not know: what any option means; flags and help are made from `Config`.
 """
 
@@ -90,7 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Each option is also a key of the configuration file (max_model_len) and an "
         "environment variable (LOONGD_MAX_MODEL_LEN); the command line wins over the "
         "environment, which wins over the file. Sizes take suffixes: 128k is 128,000, "
-        "128K is 131,072.",
+        "128K is 131,072. Exit codes: 0 stopped as asked; 1 failed, or what it needs is missing or "
+        "taken (model, port, runtime directory); 2 wrong usage or configuration.",
         allow_abbrev=False,
     )
     parser.add_argument(

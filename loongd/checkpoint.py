@@ -16,11 +16,12 @@ from pathlib import Path
 
 from loongd import node
 from loongd.config import Config
-from loongd.errors import ConfigError, ModelError
+from loongd.errors import ConfigError, LoongError, ModelError
 from loongd.model.cache import converted_dir, is_converted
 from loongd.model.shard import Shard
 from loongd.model.spec import ModelSpec
-from loongd.text.tokenizer import Tokenizer
+from loongd.text.template import ChatTemplate
+from loongd.text.tokenizer import Tokenizer, template_text
 
 _log = logging.getLogger(__name__)
 
@@ -43,16 +44,16 @@ async def open_checkpoint(config: Config, on_stage: OnStage) -> Checkpoint:
     """Find, if need be convert, and read the configured model. Raises ModelError, ConfigError."""
     path = Path(config.model).expanduser()  # noqa: ASYNC240 - once, before anything is served
     directory, dtype = path, str(config.dtype)
+    _check_template(config)
     if path.suffix == ".gguf" and config.load_format == "safetensors":
         raise ConfigError(f"load_format is safetensors, but --model {config.model} is a .gguf file")
     if path.suffix == ".gguf" or config.load_format == "gguf":
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-        directory = await _converted(path, dtype, node.cache_dir(config), on_stage)
+        directory = await _converted(path, dtype, config, on_stage)
     if not directory.is_dir():
         raise ModelError(f"--model {config.model}: no such directory, and not a .gguf file")
     spec = ModelSpec.from_dir(directory)
-    _check_length(config, spec)
-    Shard(size=config.tensor_parallel_size).spec(spec)
+    _check_model(config, spec)
     tokenizer = None
     if config.load_format != "dummy" or (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.from_dir(directory, config.chat_template)
@@ -66,12 +67,16 @@ async def open_checkpoint(config: Config, on_stage: OnStage) -> Checkpoint:
     )
 
 
-async def _converted(gguf: Path, dtype: str, cache: Path, on_stage: OnStage) -> Path:
-    """The converted directory of a GGUF file; a second start finds it in the cache."""
+async def _converted(gguf: Path, dtype: str, config: Config, on_stage: OnStage) -> Path:
+    """The converted directory of a GGUF file; a second start finds it in the cache.
+
+    What the configuration contradicts is said when the file's header has been read.
+    """
     if not gguf.is_file():  # noqa: ASYNC240 - once, before anything is served
         raise ModelError(f"--model {gguf}: no such file")
+    cache = node.cache_dir(config)
     try:
-        cache.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
+        cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cache_dir {cache} cannot be made: {error.strerror}") from None
     directory = converted_dir(gguf, dtype, cache)
@@ -80,15 +85,25 @@ async def _converted(gguf: Path, dtype: str, cache: Path, on_stage: OnStage) -> 
     _log.info("converting %s to %s (once, into %s)", gguf.name, dtype, directory)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "loongd.model.convert", str(gguf), str(directory)),
-        *("--dtype", dtype),
-        stdin=asyncio.subprocess.DEVNULL,
+        *("--dtype", dtype, "--ask"),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    async for line in process.stdout:
-        said = json.loads(line)
-        on_stage(said["stage"], said["fraction"])
+    assert process.stdin is not None
+    try:
+        async for line in process.stdout:
+            said = json.loads(line)
+            if "config" in said:
+                _check_model(config, ModelSpec.from_config(said["config"], origin=gguf.name))
+                process.stdin.write(b"go on\n")
+            else:
+                on_stage(said["stage"], said["fraction"])
+    except LoongError:
+        process.stdin.close()  # it gives up
+        await process.communicate()
+        raise
     _, complaint = await process.communicate()
     if process.returncode:
         lines = complaint.decode(errors="replace").strip().splitlines()
@@ -96,12 +111,24 @@ async def _converted(gguf: Path, dtype: str, cache: Path, on_stage: OnStage) -> 
     return directory
 
 
-def _check_length(config: Config, spec: ModelSpec) -> None:
+def _check_model(config: Config, spec: ModelSpec) -> None:
+    """Raise ConfigError when an option asks for what this model cannot do."""
     limit = spec.max_context_tokens
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model's config.json allows {limit}"
-        )
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model allows {limit}")
+    try:
+        Shard(size=config.tensor_parallel_size).spec(spec)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_template(config: Config) -> None:
+    """Raise ConfigError when the chat template of the options is none."""
+    if config.chat_template is not None:
+        try:
+            ChatTemplate(template_text(config.chat_template), {})
+        except ModelError as error:
+            raise ConfigError(f"chat_template: {error}") from None
 
 
 def _default_sampling(directory: Path) -> dict[str, float]:

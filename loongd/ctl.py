@@ -2,8 +2,8 @@
 
 Knows: where the socket may be, the admin API's paths, exit codes (0 well, 1 the answer is no,
 2 wrong usage, 3 no daemon answers).
-Does not know: the engine; it imports nothing of loongd but the renderer, so that it starts at once
-and works beside a daemon that is broken.
+Does not know: the engine; it imports nothing of loongd but the renderer and what one command needs
+(sizes, config), so that it starts at once and works beside a daemon that is broken.
 """
 
 from __future__ import annotations
@@ -297,7 +297,11 @@ def build_parser() -> argparse.ArgumentParser:
     one.set_defaults(run=run_undrain)
 
     one = commands.add_parser("story", help="what happened to one request, and why")
-    one.add_argument("request", metavar="REQUEST", help="its id, from a response or the log")
+    one.add_argument(
+        "request",
+        metavar="REQUEST",
+        help="its id, from a response or the log; or your own X-Request-Id",
+    )
     one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
     one.set_defaults(run=run_story)
 
@@ -311,7 +315,9 @@ def build_parser() -> argparse.ArgumentParser:
     one.set_defaults(run=run_profile)
 
     one = commands.add_parser("plan", help="what would happen to a prompt now")
-    one.add_argument("tokens", type=_count, metavar="TOKENS", help="length of the prompt")
+    one.add_argument(
+        "tokens", type=_count, metavar="TOKENS", help="length of the prompt, such as 8000 or 8K"
+    )
     one.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="of the answer")
     one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
     one.set_defaults(run=run_plan)
@@ -339,9 +345,17 @@ def _positive(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
-    return int(text)
+    from loongd.sizes import parse_size  # noqa: PLC0415 - fractions are slow to import
+
+    try:
+        value = parse_size(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a whole number of at least 1 (8k is 8,000, 8K is 8,192)"
+        )
+    return value
 
 
 if __name__ == "__main__":

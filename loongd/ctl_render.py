@@ -128,6 +128,8 @@ def _instances(instances: Sequence[Json], pool: Json) -> str:
             f"{_cut(one['device'] or '-', 8):<8} {_cut(one['phase'] or '-', 8):<8} "
         )
         rows.append(head + _use(one["slots_used"] or 0, one["slots_total"] or 0))
+        if one.get("why"):
+            rows.append(_cut(f"{'':<9} {one['why']}; all start again", WIDTH))
     reserved = f", {pool['reserved']:,} reserved" if pool["reserved"] else ""
     rows.append(f"{'pool':<9} {pool['free']:,} free{reserved}".ljust(46)[:46])
     rows[-1] += _use(pool["used"], pool["total"])

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
 import time
 from collections.abc import Awaitable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -26,14 +28,16 @@ from aiohttp import web
 from loongd import __version__, node, systemd
 from loongd.checkpoint import Checkpoint, open_checkpoint
 from loongd.config import Config
-from loongd.errors import ConfigError, WorkerError
+from loongd.errors import BusyError, ConfigError, WorkerError
 from loongd.manager import GlobalManager, Starts
 from loongd.metrics import Metrics
 from loongd.pool import WorkerPool
+from loongd.profiling import store
 from loongd.profiling.facts import model_facts
 from loongd.profiling.profiler import Profiler
 from loongd.profiling.speed import Speed
 from loongd.rest.app import RestContext, make_admin_app, make_app
+from loongd.rest.auth import load_keys
 from loongd.sched.policies import make_policy
 from loongd.sched.policy import Limits
 from loongd.sched.scheduler import Scheduler
@@ -67,6 +71,7 @@ class Daemon:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(os.close, lock)
             node.check_address(self._config.host, self._config.port)
+            self._check_files()
             model = await open_checkpoint(self._config, partial(self._on_progress, None))
             speed = Speed(
                 self._config,
@@ -94,6 +99,13 @@ class Daemon:
         return 0
 
     # ---- start ---------------------------------------------------------------------------------
+
+    def _check_files(self) -> None:
+        """Raise ConfigError for a file that an option names and that is read only later on, before
+        a model is converted."""
+        load_keys(self._config)
+        if self._config.profile is not None:
+            store.load(Path(self._config.profile))
 
     def _listen_for_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -180,7 +192,8 @@ class Daemon:
             await site.start()
         except OSError as error:
             where = f"{config.host}:{config.port}"
-            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
+            kind = BusyError if error.errno == errno.EADDRINUSE else ConfigError
+            raise kind(f"cannot listen on {where}: {error.strerror or error}") from None
         host, port = runner.addresses[0][:2]
         manager.node["api"] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         socket_path = self._runtime_dir / "admin.sock"

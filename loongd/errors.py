@@ -15,6 +15,10 @@ class ConfigError(LoongError):
     """An option or a configuration file is wrong; the message names the key and the value."""
 
 
+class BusyError(LoongError):
+    """Another process has the port or the directory; once it has ended, another try may go well."""
+
+
 class ModelError(LoongError):
     """The model cannot be served: unsupported, incomplete or broken; the message names what."""
 

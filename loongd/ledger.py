@@ -1,7 +1,8 @@
 """What the engine counts: requests, tokens, steps and slots, into metrics.
 
 Knows: which milestone of a request or step feeds which metric, so that
-started = finished + cancelled + rejected + failed + in flight at all times.
+started = finished + cancelled + rejected + failed + in flight at all times. A request that is
+rejected is counted where its answer is made (`rest.generate`), whoever refused it.
 Does not know: why anything happens.
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from loongd.metrics import Metrics
 from loongd.sched.plan import MigratePlan, PrefillPlan
@@ -29,17 +31,24 @@ class Ledger:
         self._metrics = metrics
         self._log_requests = log_requests
         self._seen: TotalsStatus | None = None
-        self.num_rejected = 0
+        self._refused: Counter[str] = Counter()
 
     def started(self, live: LiveRequest) -> None:
         """The request was accepted."""
         submission = live.submission
         self._metrics.request_started(len(submission.prompt), submission.max_tokens)
 
-    def rejected(self, code: str) -> None:
-        """A request was refused on arrival."""
-        self.num_rejected += 1
-        self._metrics.request_rejected(code)
+    def refused(self, code: str) -> None:
+        """The scheduler has refused a request on arrival, and counts it with those that failed."""
+        self._refused[code] += 1
+
+    def complete(self, totals: dict[str, Any]) -> None:
+        """Bring the scheduler's totals into accord with the metrics, where `started` are all
+        requests that came and `failed` only accepted ones."""
+        totals["started"] = self._metrics.num_started
+        totals["rejected"] = self._metrics.num_rejected
+        totals["failed_by_code"] = dict(Counter(totals["failed_by_code"]) - self._refused)
+        totals["failed"] = sum(totals["failed_by_code"].values())
 
     def cancelled(self, live: LiveRequest, cause: str) -> None:
         """The accepted request was stopped from outside."""

@@ -83,6 +83,7 @@ class GlobalManager:
         self._steps: dict[int, StepReports] = {}
         self._drawn: dict[str, wire.Sampled] = {}
         self._instances: dict[int, wire.Ready] = {}
+        self._lost: WorkerLost | None = None
         self._restarts = RestartLimit(most=_MAX_RESTARTS, window_s=_RESTARTS_WINDOW_S)
         self._steps_sent = 0
         self._audited_at: int | None = None
@@ -99,7 +100,7 @@ class GlobalManager:
         now = time.monotonic()
         self._instances = {instance.instance: instance for instance in ready}
         self._apply(*(InstanceJoined(now, one.instance, one.pool_tokens) for one in ready))
-        self._started = True
+        self._started, self._lost = True, None
         self._ledger.instances(len(ready), len(ready))
 
     async def run(self, starts: Starts, on_progress: OnProgress) -> None:
@@ -128,7 +129,7 @@ class GlobalManager:
         """Start the pool again; requests wait meanwhile and are prefilled again after."""
         words = "instance %d is lost: %s; all start again, then requests go on: %d"
         _log.error(words, lost.instance, lost.message, len(self._live))
-        now, num_instances = time.monotonic(), len(self._instances)
+        now, num_instances, self._lost = time.monotonic(), len(self._instances), lost
         # Members of a broken exchange may wait for ever, so all workers go.
         await self._pool.kill()
         if self._exclusive is not None:
@@ -201,7 +202,7 @@ class GlobalManager:
         self._apply(arrival(submission, now))
         refusal = None if submission.request_id in self._live else stream.refusal()
         if refusal is not None:
-            self._ledger.rejected(refusal.code or "refused")
+            self._ledger.refused(refusal.code or "refused")
             raise refusal
         live.accepted = True
         self._ledger.started(live)
@@ -352,9 +353,8 @@ class GlobalManager:
     def status(self) -> dict[str, Any]:
         """A JSON-able snapshot: node, instances, groups, pool, queue, totals."""
         snapshot = self._scheduler.snapshot()
-        engine = engine_status(snapshot, self._instances, self._pool.pids)
-        engine["totals"]["rejected"] = self._ledger.num_rejected
-        engine["totals"]["failed"] -= self._ledger.num_rejected
+        engine = engine_status(snapshot, self._instances, self._pool.pids, self._lost)
+        self._ledger.complete(engine["totals"])
         facts = self.node | {"state": self._state(), "max_model_len": self.max_model_len}
         return {"node": node_status(facts, self._began_s, self._instances), **engine}
 
@@ -368,14 +368,13 @@ class GlobalManager:
         return "ready" if self._instances else "starting"
 
     def story(self, request_id: str) -> dict[str, Any] | None:
-        """A JSON-able account of one request's life; None when unknown. While it is live, a part of
-        its id will do that no other live one has."""
-        story = (find := self._scheduler.story)(request_id)
-        if story is None and find(f"{request_id}-0") is None:  # nor is it one of several choices
-            alike = [one for one in self._live if request_id in one]
-            if len(alike) == 1:
-                request_id, story = alike[0], find(alike[0])
+        """A JSON-able account of one request's life; None when unknown."""
+        story = self._scheduler.story(request_id)
         return None if story is None else story_json(request_id, story)
+
+    def story_ids(self) -> tuple[list[str], list[str]]:
+        """Ids of the ended and of the live requests that have a story, oldest first."""
+        return self._scheduler.story_ids()
 
     def plan(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any] | None:
         """A JSON-able account of what would become of a prompt now; None without a SIB."""

@@ -40,12 +40,15 @@ class Metrics:
     A request begins with exactly one of `request_started` (accepted) and `request_rejected`
     (never accepted). An accepted one ends with exactly one of `request_finished` and
     `request_cancelled`. Counters of tokens: prompts when accepted, answers as they are drawn.
+    `num_started` and `num_rejected` are two of the counters, for who shows them elsewhere.
     """
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._refresh: Callable[[], None] | None = None
         self._labels = {"model_name": model_name, "engine": "0"}
+        self.num_started = 0
+        self.num_rejected = 0
         self._add_requests()
         self._add_latencies()
         self._add_tokens()
@@ -159,6 +162,7 @@ class Metrics:
 
     def request_started(self, prompt_tokens: int, max_tokens: int) -> None:
         """A request was accepted."""
+        self.num_started += 1
         self._started.inc()
         self._in_flight.inc()
         self._prompt_total.inc(max(prompt_tokens, 0))
@@ -167,6 +171,8 @@ class Metrics:
 
     def request_rejected(self, reason: str) -> None:
         """A request came and was not accepted; `request_started` was not called for it."""
+        self.num_started += 1
+        self.num_rejected += 1
         self._started.inc()
         self._rejected.labels(**self._labels, reason=reason).inc()
 

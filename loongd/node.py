@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loongd.config import Config
-from loongd.errors import ConfigError
+from loongd.errors import BusyError, ConfigError
 
 _MOST_PATH_BYTES = 80
 """A socket's path has 107, and the daemon's sockets have names in its directory."""
@@ -47,7 +47,7 @@ def runtime_dir(config: Config) -> Path:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ConfigError when another server listens there; before what takes long."""
+    """Raise BusyError when another server listens there; before what takes long."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, _, _, address in found:
@@ -57,13 +57,13 @@ def check_address(host: str, port: int) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:  # of the others the server itself is a better judge
             where = f"{host}:{port}"
-            raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
+            raise BusyError(f"cannot listen on {where}: {error.strerror}") from None
 
 
 def claim(directory: Path) -> int:
     """Take a runtime directory for this process; returns the descriptor that holds the lock.
 
-    Two daemons in one directory would unlink each other's sockets. Raises ConfigError.
+    Two daemons in one directory would unlink each other's sockets. Raises BusyError.
     """
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -71,7 +71,7 @@ def claim(directory: Path) -> int:
     except BlockingIOError:
         holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        raise ConfigError(
+        raise BusyError(
             f"runtime_dir {directory} is in use by another loongd (pid {holder}); "
             "stop it, or give --runtime-dir"
         ) from None

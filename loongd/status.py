@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from loongd.pool import WorkerLost
 from loongd.sched.predict import Prediction
 from loongd.sched.snapshot import GroupStatus, InstanceStatus, Snapshot
 from loongd.sched.story import Story
@@ -29,13 +30,14 @@ def engine_status(
     snapshot: Snapshot,
     ready: Mapping[int, Ready],
     pids: Mapping[int, Sequence[int]],
+    lost: WorkerLost | None = None,
 ) -> dict[str, Any]:
-    """Instances, groups, pool, queue and totals of a snapshot."""
+    """Instances, groups, pool, queue and totals of a snapshot; `lost` is why instances restart."""
     pool, totals = snapshot.pool, snapshot.totals
     finished = dict(totals.num_finished)
     return {
         "instances": [
-            _instance(i, ready.get(i.instance), pids.get(i.instance, ()))
+            _instance(i, ready.get(i.instance), pids.get(i.instance, ()), lost)
             for i in snapshot.instances
         ],
         "groups": [_group(group) for group in snapshot.groups],
@@ -83,10 +85,15 @@ def node_status(
     }
 
 
-def _instance(status: InstanceStatus, ready: Ready | None, pids: Sequence[int]) -> dict[str, Any]:
+def _instance(
+    status: InstanceStatus, ready: Ready | None, pids: Sequence[int], lost: WorkerLost | None
+) -> dict[str, Any]:
+    """Where one was lost, all start again: the others are `starting`."""
+    is_lost = not status.alive and (lost is None or lost.instance == status.instance)
     return {
         "id": status.instance,
-        "state": "ready" if status.alive else "lost",
+        "state": "ready" if status.alive else "lost" if is_lost else "starting",
+        "why": lost.message if is_lost and lost is not None else None,
         "pid": pids[0] if pids else None,
         "pids": list(pids),
         "device": None if ready is None else ready.device_name,
@@ -94,7 +101,7 @@ def _instance(status: InstanceStatus, ready: Ready | None, pids: Sequence[int]) 
         "slots_total": status.total,
         "slots_used": status.used,
         "slots_free": status.free,
-        "phase": status.doing,
+        "phase": status.doing if status.alive else None,
         "step_id": status.step_id,
     }
 

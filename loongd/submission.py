@@ -160,6 +160,9 @@ class Engine(Protocol):
     def story(self, request_id: str) -> dict[str, Any] | None:
         """A JSON-able account of one request's life; None when unknown."""
 
+    def story_ids(self) -> tuple[list[str], list[str]]:
+        """Ids of the ended and of the live requests that have a story, oldest first."""
+
     def plan(self, prompt_tokens: int, max_tokens: int) -> dict[str, Any] | None:
         """A JSON-able account of what would become of a prompt now; None when it cannot tell."""
 

@@ -2,7 +2,8 @@
 
 Knows: GGUF's names for the fields and tensors of llama-family models, llama.cpp's order of the
 rows of q and k, and the safetensors file format. Runs as a process of its own:
-`python -m loongd.model.convert GGUF OUT_DIR --dtype bfloat16`, with progress as JSON lines.
+`python -m loongd.model.convert GGUF OUT_DIR --dtype bfloat16`, with the model's configuration and
+progress as JSON lines; with `--ask` it goes on after the configuration when it reads a line.
 Does not know: torch, the daemon, the rest of the model code.
 """
 
@@ -16,7 +17,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,13 @@ LAYER_TENSOR_NAMES = {
 }
 
 
-def convert_gguf(gguf_path: Path, out_dir: Path, dtype: str, progress: Progress) -> None:
+def convert_gguf(
+    gguf_path: Path,
+    out_dir: Path,
+    dtype: str,
+    progress: Progress,
+    on_config: Callable[[Fields], None] = lambda _: None,
+) -> None:
     """Write `out_dir` as a Hugging Face checkpoint of the model in `gguf_path`.
 
     `out_dir` appears whole or not at all. Of two converters to one directory the second waits
@@ -73,6 +79,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path, dtype: str, progress: Progress)
         out_dir: must not exist, be empty, or hold the same conversion (then nothing is done).
         dtype: float32, bfloat16 or float16; all weights get it.
         progress: told the stage and how much of it is done, 0 to 1.
+        on_config: told the model's config.json before what takes long.
 
     Raises:
         ModelError: the file is unreadable or its model unsupported, or `out_dir` is taken.
@@ -83,7 +90,8 @@ def convert_gguf(gguf_path: Path, out_dir: Path, dtype: str, progress: Progress)
         raise ModelError(f"{gguf_path} is not a file")
     identity = source_identity(gguf_path, dtype)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(out_dir.with_name(f".{out_dir.name}.lock")):
+    with out_dir.with_name(f".{out_dir.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if converted_from(out_dir) == identity:
             return
         if out_dir.exists() and any(out_dir.iterdir()):
@@ -92,25 +100,25 @@ def convert_gguf(gguf_path: Path, out_dir: Path, dtype: str, progress: Progress)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            _convert_into(partial, gguf_path, dtype, progress)
+            _convert_into(partial, gguf_path, dtype, progress, on_config)
             _write_json(partial / SOURCE_FILE, identity)
             partial.replace(out_dir)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _convert_into(directory: Path, gguf_path: Path, dtype: str, progress: Progress) -> None:
+def _convert_into(
+    directory: Path,
+    gguf_path: Path,
+    dtype: str,
+    progress: Progress,
+    on_config: Callable[[Fields], None],
+) -> None:
     progress("reading the GGUF file", 0.0)
     fields, tensors = _read(gguf_path)
     progress("reading the GGUF file", 1.0)
     config = build_config(fields, tensors, dtype)
+    on_config(config)
     _write_json(directory / "config.json", config)
     stop_ids = eos_ids(fields)
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
@@ -358,14 +366,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("gguf", type=Path)
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--ask", action="store_true")
     options = parser.parse_args(arguments)
 
-    def report(stage: str, fraction: float) -> None:
-        sys.stdout.write(json.dumps({"stage": stage, "fraction": round(fraction, 4)}) + "\n")
+    def say(**word: Any) -> None:
+        sys.stdout.write(json.dumps(word) + "\n")
         sys.stdout.flush()
 
+    def tell(config: Fields) -> None:
+        say(config=config)
+        if options.ask and not sys.stdin.readline():
+            sys.exit("not wanted")
+
     try:
-        convert_gguf(options.gguf, options.out_dir, options.dtype, report)
+        convert_gguf(
+            *(options.gguf, options.out_dir, options.dtype),
+            lambda stage, fraction: say(stage=stage, fraction=round(fraction, 4)),
+            tell,
+        )
     except ModelError as error:
         sys.stderr.write(f"{error}\n")
         return 1

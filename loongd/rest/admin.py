@@ -1,11 +1,13 @@
 """The admin API, served on the unix socket only; its file mode is its authentication.
 
-Knows: that a response's id leads to the stories of its submissions. Does not know: what is in a
-status or a story; the engine says it.
+Knows: that a response's id leads to the stories of its submissions, and how a client's own id
+leads to the response's (`context.new_response_id`).
+Does not know: what is in a status or a story; the engine says it.
 """
 
 from __future__ import annotations
 
+import re
 from contextlib import aclosing
 from typing import Any
 
@@ -17,6 +19,10 @@ from loongd.profiling.profiler import ProfileRequest
 from loongd.rest.context import CONTEXT, log
 from loongd.rest.errors import json_response
 from loongd.submission import Engine
+
+_CHOICE = re.compile(r"(?<=[0-9a-f]{8})-\d{1,4}$")
+"""What the id of a choice has after that of its response, which ends in hexadecimal digits."""
+_MOST_NAMES = 4
 
 
 async def status(request: web.Request) -> web.Response:
@@ -88,21 +94,46 @@ async def profile(request: web.Request) -> web.StreamResponse:
 
 
 async def story(request: web.Request) -> web.Response:
-    """The life of a request, by the `id` of its response or the id of one of its choices.
+    """The life of a request, by the `id` of its response, the id of one of its choices, the
+    client's own X-Request-Id, or a part of an id.
 
-    Raises RequestError (404) for an unknown id.
+    Raises RequestError (404) for an unknown id, or a part that several have.
     """
     engine = request.app[CONTEXT].engine
-    request_id = request.match_info["request_id"]
+    asked = request.match_info["request_id"]
+    found = _tale(engine, asked) or _tale(engine, _meant(asked, *engine.story_ids()))
+    if found is None:
+        raise RequestError(f"No request {asked} is known here.", status=404)
+    return json_response(found)
+
+
+def _tale(engine: Engine, request_id: str) -> dict[str, Any] | None:
     found = engine.story(request_id)
     if found is not None:
-        return json_response(found)
+        return found
     choices: list[dict[str, Any]] = []
     while (part := engine.story(f"{request_id}-{len(choices)}")) is not None:
         choices.append(part)
-    if not choices:
-        raise RequestError(f"No request {request_id} is known here.", status=404)
-    return json_response({"request_id": request_id, "choices": choices})
+    return {"request_id": request_id, "choices": choices} if choices else None
+
+
+def _meant(asked: str, ended: list[str], live: list[str]) -> str:
+    """The id of the response that a client's own id leads to (the last one, when it used it more
+    than once), or a part of an id that no other has; live requests come first. Else `asked`."""
+    own = re.compile(rf"(?P<call>[a-z]+-{re.escape(asked)}(-[0-9a-f]{{8}})?)(-\d{{1,4}})?")
+    for ids in (live, ended):
+        if calls := [match["call"] for one in ids if (match := own.fullmatch(one))]:
+            return calls[-1]
+    for ids in (live, ended):
+        alike = list(dict.fromkeys(_CHOICE.sub("", one) for one in ids if asked in one))
+        if len(alike) > 1:
+            names = f"{', '.join(alike[-_MOST_NAMES:])}{', ...' * (len(alike) > _MOST_NAMES)}"
+            raise RequestError(
+                f"{len(alike)} requests have {asked} in their id: {names}", status=404
+            )
+        if alike:
+            return alike[0]
+    return asked
 
 
 def _load(engine: Engine) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class RestContext:
         config: the daemon's options.
         model_name: the one name that clients may use.
         vocab_size: rows of the model's embedding; every token id is below it.
-        metrics: rendered by /metrics; requests refused before submission are counted here.
+        metrics: rendered by /metrics; requests that are refused are counted by who answers them.
         started_at: Unix seconds, the model's `created`.
         default_sampling: of generation_config.json, such as temperature, top_p, top_k, min_p,
             repetition_penalty; used where a request names none.

@@ -1,7 +1,7 @@
 """The course of every generating request: decode, prepare, submit, answer.
 
 Knows: that whatever ends the handler (an error, a client that leaves) must free the submissions,
-and that what is refused before submission is counted.
+and that what is refused is counted, here alone.
 Does not know: the shape of answers; completions and chat give it.
 """
 
@@ -55,13 +55,13 @@ async def generate(
     try:
         body = decode(data, body_type)
         call = await prepare(context, body, response_id)
+        answers = await submit(context, call)
     except msgspec.DecodeError:
         context.metrics.request_rejected("invalid_request")
         raise
     except RequestError as error:
         context.metrics.request_rejected(error.code or "invalid_request")
         raise
-    answers = await submit(context, call)
     timings = [answer.stream.timings for answer in answers]
     if known := [
         (t.predicted_ttft_s, t.is_rough_ttft) for t in timings if t.predicted_ttft_s is not None

@@ -119,6 +119,8 @@ async def prepare_completion(context: RestContext, body: CompletionBody, respons
 
 async def prepare_chat(context: RestContext, body: ChatBody, response_id: str) -> Call:
     """Check a chat completion and tokenise its messages. Raises RequestError."""
+    if body.echo:
+        raise fields.bad("echo", "is not supported in chat completions.")
     if body.tool_choice not in (None, "none", "auto"):
         raise fields.bad("tool_choice", "must be none or auto; loongd cannot force a tool.")
     checked = _check_fields(context, body, _chat_max_tokens(body), _chat_logprobs(body))

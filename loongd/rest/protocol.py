@@ -1,13 +1,19 @@
 """The bodies of requests, as OpenAI and vLLM define them.
 
-Knows: the name and type of each field, and the fields that loongd refuses rather than ignores:
-those that promise a different answer. `null` means absent everywhere. Fields not named here
-are ignored, with a debug line.
+Knows: the name and type of each field, and the fields of OpenAI and vLLM that loongd refuses rather
+than ignores: those that promise a different answer, or something beside it. `null` means absent
+everywhere. Fields not named here are ignored, with a debug line: names and notes (`metadata`,
+`safety_identifier`, `request_id`), hints that at most save time (`prediction`, `prompt_cache_key`,
+`cache_salt`), and what means nothing without fields that are refused (`parallel_tool_calls`,
+`guided_decoding_backend`, `mm_processor_kwargs`).
 Does not know: bounds that depend on the model; `sampling` and `prepare` check those.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -59,14 +65,23 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     # Refused when they ask for anything.
     allowed_token_ids: Any = None
     bad_words: Any = None
+    early_stopping: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    priority: Any = None
     prompt_logprobs: Any = None
+    return_tokens_as_token_ids: Any = None
+    service_tier: Any = None
+    structural_tag: Any = None
     structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
+    vllm_xargs: Any = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -77,6 +92,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
     best_of: Int | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -91,10 +107,18 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    audio: Any = None
     chat_template: Any = None
     documents: Any = None
+    echo: bool | None = None
     function_call: Any = None
     functions: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+    store: Any = None
+    thinking_token_budget: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -109,6 +133,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Any = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -118,24 +143,45 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-_REFUSED = (
-    "allowed_token_ids",
-    "bad_words",
-    "chat_template",
-    "continue_final_message",
-    "documents",
-    "function_call",
-    "functions",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "prompt_logprobs",
-    "structured_outputs",
-    "suffix",
-    "truncate_prompt_tokens",
-    "use_beam_search",
+_EMPTY: tuple[Any, ...] = ("", [], {})
+_REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "allowed_token_ids": _EMPTY,
+        "audio": _EMPTY,
+        "bad_words": _EMPTY,
+        "chat_template": _EMPTY,
+        "continue_final_message": _EMPTY,
+        "documents": _EMPTY,
+        "early_stopping": _EMPTY,
+        "function_call": (*_EMPTY, "none", "auto"),
+        "functions": _EMPTY,
+        "guided_choice": _EMPTY,
+        "guided_grammar": _EMPTY,
+        "guided_json": _EMPTY,
+        "guided_regex": _EMPTY,
+        "kv_transfer_params": _EMPTY,
+        "length_penalty": (*_EMPTY, 1),
+        "logits_processors": _EMPTY,
+        "modalities": (*_EMPTY, ["text"]),
+        "priority": (*_EMPTY, 0),
+        "prompt_embeds": _EMPTY,
+        "prompt_logprobs": (),
+        "reasoning_effort": (*_EMPTY, "medium"),
+        "return_tokens_as_token_ids": _EMPTY,
+        "service_tier": (*_EMPTY, "auto", "default"),
+        "store": _EMPTY,
+        "structural_tag": _EMPTY,
+        "structured_outputs": _EMPTY,
+        "suffix": _EMPTY,
+        "thinking_token_budget": _EMPTY,
+        "truncate_prompt_tokens": _EMPTY,
+        "use_beam_search": _EMPTY,
+        "verbosity": (*_EMPTY, "medium"),
+        "vllm_xargs": _EMPTY,
+        "web_search_options": (),
+    }
 )
+"""Refused fields, each with the values that ask for nothing beside null and false."""
 
 
 def decode(data: bytes, body_type: type[Body]) -> Body:
@@ -149,10 +195,16 @@ def decode(data: bytes, body_type: type[Body]) -> Body:
     except RecursionError as error:
         raise RequestError("The request body is nested too deeply.") from error
     fields = body.__struct_fields__
-    for name in _REFUSED:
-        if name in fields and getattr(body, name) not in (None, False, "", [], {}):
+    for name in fields:
+        value = getattr(body, name)
+        if name not in _REFUSED or value is None or value is False:
+            continue
+        if value not in _REFUSED[name]:
+            fine = " or ".join(json.dumps(one) for one in _REFUSED[name] if one not in _EMPTY)
             raise RequestError(
-                f"{name} is not supported by loongd.", param=name, code="unsupported_parameter"
+                f"{name} is not supported by loongd{f', except {fine}' if fine else ''}.",
+                param=name,
+                code="unsupported_parameter",
             )
     if log.isEnabledFor(10):
         present = msgspec.json.decode(data, type=dict[str, msgspec.Raw])

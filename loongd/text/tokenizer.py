@@ -87,7 +87,7 @@ class Tokenizer:
         if chat_template is None:
             templates = _templates(model_dir, config)
         else:
-            templates = {"default": _template_text(chat_template)}
+            templates = {"default": template_text(chat_template)}
         return cls(
             backend,
             special_tokens=specials,
@@ -258,10 +258,14 @@ def _templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
     raise ModelError(f"chat_template in {model_dir} is neither a text nor a list of templates")
 
 
-def _template_text(value: str) -> str:
+def template_text(value: str) -> str:
+    """The template that an option means: Jinja text, or a file with it. Raises ModelError."""
     if "{" in value:
         return value
     path = Path(value)
     if not path.is_file():
         raise ModelError(f"the chat template {value} is not a file")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"the chat template {value} cannot be read: {error}") from None

@@ -134,7 +134,7 @@ def test_a_size_that_does_not_divide_is_refused_before_workers_start(
     smollm2_dir: Path, tmp_path: Path
 ) -> None:
     code, complaint = refusal(tmp_path, "--model", str(smollm2_dir), "-tp", "2")
-    assert code == 1
+    assert code == 2
     assert complaint == (
         "loongd: error: tensor_parallel_size = 2 does not divide num_attention_heads = 9; "
         "sizes that work: 1, 3"

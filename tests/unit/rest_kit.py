@@ -71,6 +71,7 @@ class FakeEngine:
         self.refuse_after = 0
         self.submissions: list[Submission] = []
         self.streams: dict[str, TokenStream] = {}
+        self.ended: list[str] = []
         self.cancelled: list[tuple[str, str]] = []
         self.changed = asyncio.Event()
 
@@ -110,6 +111,9 @@ class FakeEngine:
 
     def story(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": request_id} if request_id in self.streams else None
+
+    def story_ids(self) -> tuple[list[str], list[str]]:
+        return self.ended, [one for one in self.streams if one not in self.ended]
 
     def drain(self) -> None:
         self.draining = True

@@ -254,6 +254,17 @@ def test_no_daemon_is_exit_code_3_and_names_the_socket(
     assert capsys.readouterr().err == expected
 
 
+def test_an_interrupt_is_exit_code_130(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    assert ctl.main(["status", "--watch", "1"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "argv", [[], ["halt"], ["drain", "--wait", "soon"], ["status", "--watch", "0"], ["story"]]
 )
@@ -264,6 +275,27 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         ctl.main(argv)
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [("8000", 8000), ("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("1M", 1 << 20)],
+)
+def test_sizes_of_a_plan_have_suffixes_as_everywhere(
+    given: str, tokens: int, daemon: FakeDaemon
+) -> None:
+    assert ctl.main(["plan", given, "--max-tokens", given]) == 1, "this daemon knows no plan"
+    assert daemon.asked == [f"GET /admin/plan?tokens={tokens}&max_tokens={tokens}"]
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "8x", "k", "1.5", "1.0001k", ""])
+def test_a_wrong_size_of_a_plan_says_what_is_expected(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ctl.main(["plan", "--", given])
+    assert caught.value.code == 2
+    assert "a whole number of at least 1 (8k is 8,000, 8K is 8,192)" in capsys.readouterr().err
 
 
 def test_where_options_of_the_daemon_go(capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,6 +388,16 @@ pool      2,048 free, 100 reserved            [#####.....] 2,048/4,096
 GROUP          PHASE    DOP MASTERS        REQUESTS      STEP AGE
 0-2,5          decode     4 0,2                   2   1234567 4.2 ms"""
     )
+
+
+def test_a_lost_instance_has_its_reason_below_it() -> None:
+    lost = json.loads(json.dumps(STATUS))
+    lost["instances"][0] |= {"state": "lost", "phase": None, "why": "worker process was killed"}
+    rows = ctl_render.status(lost).splitlines()
+    row = next(n for n, line in enumerate(rows) if line.startswith("0 "))
+    assert rows[row].split()[1:5] == ["lost", "4300", "cpu", "-"]
+    assert rows[row + 1] == " " * 10 + "worker process was killed; all start again"
+    assert rows[row + 2].split()[:2] == ["1", "starting"]
 
 
 def test_the_story_table() -> None:

@@ -33,6 +33,7 @@ def test_help_shows_each_description_and_default(capsys: pytest.CaptureFixture[s
     for option in OPTIONS.values():
         assert option.help in shown
     assert "Port of the API; 0 takes a free one. (default: 8000)" in shown
+    assert "Exit codes: 0 stopped as asked; 1 failed" in shown
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from typing import ClassVar
 
 import pytest
 from sched_kit import make_sib
@@ -19,6 +20,8 @@ from loongd.wire import Ready, Sampling
 class SilentPool:
     """Two instances that are ready and never answer."""
 
+    pids: ClassVar = {}
+
     async def start(self, starts, on_progress):
         return [Ready(instance, 3_000, 1, 1, "cpu", "reference") for instance in range(2)]
 
@@ -26,11 +29,11 @@ class SilentPool:
         pass
 
 
-def make_manager():
+def make_manager(metrics=None):
     sib = make_sib()
     scheduler = Scheduler(make_policy("loongserve", sib), Limits(), sib)
     manager = GlobalManager(
-        scheduler, SilentPool(), Metrics("m"), model_limit_tokens=10_000, node={}
+        scheduler, SilentPool(), metrics or Metrics("m"), model_limit_tokens=10_000, node={}
     )
     asyncio.run(manager.start(lambda _epoch: [], lambda *_: None))
     return manager
@@ -90,21 +93,25 @@ def test_the_reservation_of_a_submission_counts_not_its_limit():
     assert not timings.is_rough_ttft
 
 
-def test_a_live_request_is_found_by_a_part_of_its_id_that_no_other_has():
+def test_stories_are_known_while_a_request_lives_and_after():
     manager = make_manager()
-    for name in ("cmpl-doc-A-20690fac", "cmpl-doc-B-1", "cmpl-x-0", "cmpl-x-1"):
-        manager.submit(submission(name, 10, 5, 5))
-    for part in ("doc-A", "20690fac", "cmpl-doc-A-20690fac"):
-        assert manager.story(part)["request_id"] == "cmpl-doc-A-20690fac"
-    assert manager.story("doc-B")["request_id"] == "cmpl-doc-B-1"
-    assert manager.story("doc") is None, "two have it"
+    streams = [manager.submit(submission(name, 10, 5, 5)) for name in ("a", "b", "c")]
+    streams[1].cancel("client")
+    assert manager.story_ids() == (["b"], ["a", "c"])
+    assert manager.story("b")["state"] == "cancelled"
     assert manager.story("nobody") is None
 
 
-def test_a_part_of_an_id_is_not_taken_for_one_of_several_choices():
-    manager = make_manager()
-    for name in ("cmpl-y-0", "cmpl-y-1"):
-        manager.submit(submission(name, 10, 5, 5))
-    del manager._live["cmpl-y-0"]  # it has ended
-    assert manager.story("cmpl-y") is None, "the API looks for cmpl-y-0 and those after it"
-    assert manager.story("cmpl-y-0")["request_id"] == "cmpl-y-0"
+def test_the_status_counts_requests_as_the_metrics_do():
+    """Those that came and those that were refused, by whomever; only accepted ones can fail."""
+    metrics = Metrics("m")
+    manager = make_manager(metrics)
+    manager.submit(submission("a", 10, 5, 5))
+    metrics.request_rejected("invalid_request")  # as the API does for what is no request
+    manager.drain()
+    with pytest.raises(RequestError, match="draining"):
+        manager.submit(submission("b", 10, 5, 5))
+    metrics.request_rejected("draining")  # as the API does for this one
+    totals = manager.status()["totals"]
+    assert (totals["started"], totals["rejected"], totals["failed"]) == (3, 2, 0)
+    assert totals["failed_by_code"] == {}

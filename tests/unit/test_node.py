@@ -7,7 +7,7 @@ import pytest
 
 from loongd import node
 from loongd.config import Config
-from loongd.errors import ConfigError
+from loongd.errors import BusyError, ConfigError
 
 
 def test_a_runtime_directory_has_room_for_its_sockets(tmp_path):
@@ -21,7 +21,7 @@ def test_a_runtime_directory_has_room_for_its_sockets(tmp_path):
 def test_a_busy_port_is_told_at_once():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
+        with pytest.raises(BusyError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
             node.check_address("127.0.0.1", port)
     node.check_address("127.0.0.1", port)
     node.check_address("127.0.0.1", 0)

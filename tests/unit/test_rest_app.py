@@ -6,7 +6,7 @@ from rest_kit import MODEL, FakeEngine, error_of, ids, make_context, make_tokeni
 
 from loongd import __version__
 from loongd.config import Config
-from loongd.errors import ConfigError
+from loongd.errors import ConfigError, RequestError
 from loongd.rest.app import make_admin_app, make_app
 
 HI = [{"role": "user", "content": "hi"}]
@@ -187,17 +187,21 @@ def test_a_file_of_keys_must_hold_keys(tmp_path):
 
 
 async def test_metrics_show_refusals():
-    async with serve(FakeEngine()) as client:
+    engine = FakeEngine()
+    async with serve(engine) as client:
         await client.post(COMPLETIONS, json={"prompt": [5] * 200})
         await client.post(COMPLETIONS, json={"prompt": "x", "n": 0})
         await client.post(COMPLETIONS, data=b"{")
+        engine.refuse = RequestError("Not now.", status=503, code="not_ready")
+        await client.post(COMPLETIONS, json={"prompt": "x"})
         response = await client.get("/metrics")
         text = await response.text()
     assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     label = f'{{engine="0",model_name="{MODEL}"'
     assert f'admission_rejections_total{label},reason="context_length_exceeded"}} 1.0' in text
     assert f'admission_rejections_total{label},reason="invalid_request"}} 2.0' in text
-    assert f"requests_started_total{label}}} 3.0" in text
+    assert f'admission_rejections_total{label},reason="not_ready"}} 1.0' in text
+    assert f"requests_started_total{label}}} 4.0" in text
 
 
 async def test_unknown_fields_are_named_in_the_log(caplog):

@@ -300,6 +300,19 @@ async def test_tools_reach_the_template_unless_refused():
         ("response_format", {"type": "json_object"}),
         ("continue_final_message", True),
         ("structured_outputs", {"json": {}}),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("echo", True),
+        ("function_call", {"name": "f"}),
+        ("guided_regex", "a*"),
+        ("length_penalty", 1.1),
+        ("modalities", ["text", "audio"]),
+        ("priority", 1),
+        ("prompt_logprobs", 0),
+        ("reasoning_effort", "high"),
+        ("service_tier", "priority"),
+        ("store", True),
+        ("verbosity", "low"),
+        ("web_search_options", {}),
         ("stream_options", {"include_usage": True}),
         ("messages", []),
         ("messages", [{"content": "x"}]),
@@ -319,6 +332,49 @@ async def test_a_wrong_field_is_refused_by_name(field, value):
     assert error["param"] == field
     assert field.partition("[")[0] in error["message"]
     assert engine.submissions == []
+
+
+async def test_fields_that_ask_for_nothing_are_fine():
+    """Defaults of OpenAI and vLLM, as clients send them; hints, names and notes."""
+    body = {
+        "messages": HI,
+        "audio": None,
+        "best_of": 2,
+        "cache_salt": "s",
+        "echo": False,
+        "function_call": "auto",
+        "functions": [],
+        "guided_json": None,
+        "length_penalty": 1.0,
+        "metadata": {"a": "b"},
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "prediction": {"type": "content", "content": "x"},
+        "priority": 0,
+        "prompt_cache_key": "k",
+        "prompt_logprobs": None,
+        "reasoning_effort": "medium",
+        "safety_identifier": "s",
+        "service_tier": "auto",
+        "store": False,
+        "truncate_prompt_tokens": None,
+        "use_beam_search": False,
+        "verbosity": "medium",
+        "web_search_options": None,
+    }
+    async with serve(FakeEngine()) as client:
+        assert (await client.post(URL, json=body)).status == 200
+
+
+async def test_a_refusal_says_what_would_be_fine():
+    async with serve(FakeEngine()) as client:
+        body = {"messages": HI, "service_tier": "flex"}
+        error = await error_of(await client.post(URL, json=body), 400)
+        assert error["code"] == "unsupported_parameter"
+        expected = 'service_tier is not supported by loongd, except "auto" or "default".'
+        assert error["message"] == expected
+        error = await error_of(await client.post(URL, json={"messages": HI, "store": True}), 400)
+        assert error["message"] == "store is not supported by loongd."
 
 
 async def test_content_parts_are_joined():

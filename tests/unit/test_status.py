@@ -2,6 +2,8 @@
 
 from sched_kit import VirtualTime
 
+from loongd.pool import WorkerLost
+from loongd.sched.events import InstanceJoined, InstanceLost
 from loongd.status import engine_status
 
 
@@ -17,3 +19,19 @@ def test_totals_count_what_the_scheduler_has_done() -> None:
     assert totals["migrated_tokens"] == move.num_tokens > 0
     assert totals["started"] == 3
     assert totals["finished"] == 0
+
+
+def test_the_lost_instance_is_told_from_those_that_start_again_with_it() -> None:
+    world = VirtualTime(1_000, 1_000)
+    for instance in range(2):
+        world.handle(InstanceLost(world.now, instance, "gone"))
+    lost = WorkerLost(1, "worker process was killed by signal 9")
+    shown = engine_status(world.scheduler.snapshot(), {}, {}, lost)["instances"]
+    assert [(one["state"], one["why"], one["phase"]) for one in shown] == [
+        ("starting", None, None),
+        ("lost", "worker process was killed by signal 9", None),
+    ]
+    for instance in range(2):
+        world.handle(InstanceJoined(world.now, instance, 1_000))
+    shown = engine_status(world.scheduler.snapshot(), {}, {})["instances"]
+    assert [(one["state"], one["why"]) for one in shown] == [("ready", None)] * 2
