@@ -21,17 +21,24 @@ def mha_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _model(tmp_path_factory.mktemp("mha"), num_kv_heads=6)
 
 
-def _model(path: Path, *, num_kv_heads: int) -> Path:
+@pytest.fixture(scope="session")
+def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 128, as libraries for GPUs like them."""
+    path = tmp_path_factory.mktemp("wide")
+    return _model(path, num_kv_heads=2, head_dim=128, max_position_embeddings=16_384)
+
+
+def _model(path: Path, *, num_kv_heads: int, **overrides: int) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=96,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=num_kv_heads,
-        vocab_size=199,
-        initializer_range=0.2,
-        max_position_embeddings=1024,
-    )
+    sizes = {
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": 199,
+        "max_position_embeddings": 1024,
+    }
+    config = LlamaConfig(**(sizes | overrides), initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(path)
     return path

@@ -6,11 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
 from cluster_kit import Cluster, Sequence
 from torch import Tensor
 
 from loongd.kernels.attention import CpuFlashBackend, Spans
 from loongd.kernels.spare import with_spare
+from loongd.kernels.triton_backend import TritonBackend
 from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decoder import Decoder
 from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
@@ -123,3 +126,45 @@ def test_a_lone_prompt_of_a_graph_is_a_square(llama_dir: Path) -> None:
     assert tokens_of(cluster) == expected
     assert [backend.squares for backend in backends] == [[(32,)] * 2, []]
     assert not any(backend.rounded for backend in backends)
+
+
+def _on_gpu(wide_dir: Path, *, planned: bool) -> Cluster:
+    """One instance in bfloat16; with cuDNN, and small prompts as graphs, if `planned`."""
+    device = torch.device("cuda")
+    cluster = Cluster(wide_dir, 1, num_slots=20_000, dtype=torch.bfloat16, device=device)
+    (runner,), (kv,), spec = cluster.runners, cluster.pools, cluster.spec
+    if not planned:
+        runner.parts = replace(runner.parts, backend=TritonBackend(spec.head_dim**-0.5))
+        return cluster
+    small = PrefillParts(cluster._model, spec, kv, SlotTable(kv), runner.parts.backend)
+    graphs = PrefillGraphs(small)
+    with torch.inference_mode():
+        for bucket in (1024, 1280, 2048):
+            shape = graphs.shape_of(bucket, is_lone=True)
+            assert shape.is_square
+            graphs._step(shape).run()  # compiles and plans
+    cluster.runners[0] = Runner(
+        runner.parts, 0, runner._pulse, prefiller=Prefiller(small, graphs, 0)
+    )
+    return cluster
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1024, 1100, 2048, 2300, 5003])
+def test_lone_prompts_on_a_gpu(wide_dir: Path, count: int) -> None:
+    """Graphs and launches with cuDNN leave the same K and V as own kernels, and so had the same
+    attention; the second chunk has older tokens."""
+    clusters = [_on_gpu(wide_dir, planned=planned) for planned in (True, False)]
+    tokens = [37 * i * i % 199 for i in range(2 * count)]
+    sequences = [Sequence("a", list(tokens)) for _ in clusters]
+    for _ in range(2):
+        for cluster, sequence in zip(clusters, sequences, strict=True):
+            cluster.extend([0], [(sequence, count, None, [(0, count)])])
+        ours, theirs = (torch.stack((c.pools[0].k_LSKH, c.pools[0].v_LSKH)) for c in clusters)
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        held = ~theirs[0, 0, :, 0, 0].isnan()
+        assert int(held.sum()) == sequences[0].done
+        for layer in range(ours.shape[1]):
+            ours_F, theirs_F = (x[:, layer, held].float() for x in (ours, theirs))
+            error = (ours_F - theirs_F).norm(dim=-1) / theirs_F.norm(dim=-1)
+            assert error.max() < 0.1, f"layer {layer}"
