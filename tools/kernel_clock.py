@@ -20,6 +20,7 @@ ROOFLINE_TB_S = 4.8
 ROOFLINE_TFLOP_S = 989.0
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
+_HEATED_US = 1.5e5
 
 Work = Callable[[], object]
 Make = Callable[[], Work]
@@ -28,14 +29,18 @@ Make = Callable[[], Work]
 
 def time_us(make: Make, num_bytes: int, runs: int) -> float:
     """Microseconds of a work that moves `num_bytes`, launch gaps of a graph included."""
-    return times_us([make], num_bytes, runs)[0]
+    replay, count, _outputs = _captured(_sets(make, num_bytes))
+    return _median_us(replay, runs) / count
 
 
 def times_us(makes: Sequence[Make], num_bytes: int, runs: int) -> list[float]:
-    """As `time_us` for works that do the same: their runs alternate, since a card that is hot and
-    at its power limit is slower than it was a second ago."""
+    """As `time_us` for works that do the same: their runs alternate, each behind `_HEATED_US` of
+    its own, since a card at its power limit is up to 12 % slower than one that has rested."""
     replays = [_captured(_sets(make, num_bytes)) for make in makes]
-    taken = [[_median_us(replay, 1) / count for replay, count, _ in replays] for _ in range(runs)]
+    taken = [
+        [_median_us(replay, 1, _HEATED_US) / count for replay, count, _ in replays]
+        for _ in range(runs)
+    ]
     return [statistics.median(of_one) for of_one in zip(*taken, strict=True)]
 
 
@@ -56,10 +61,10 @@ def _sets(make: Make, num_bytes: int) -> list[Work]:
     return [make() for _ in range(max(1, min(64, -(-4 * cache_bytes // num_bytes))))]
 
 
-def _median_us(work: Work, runs: int) -> float:
-    """The median of the medians of runs of 30 ms, after 5 ms of the same."""
+def _median_us(work: Work, runs: int, warm_us: float = 5e3) -> float:
+    """The median of the medians of runs of 30 ms, after `warm_us` of the same."""
     once_us = statistics.median(_times_us(work, 3))
-    _times_us(work, max(1, int(5e3 / once_us)))
+    _times_us(work, max(1, int(warm_us / once_us)))
     count = max(5, int(3e4 / once_us))
     return statistics.median(statistics.median(_times_us(work, count)) for _ in range(runs))
 

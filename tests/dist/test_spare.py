@@ -3,6 +3,7 @@ step is a graph, those of the bucket's padding."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,10 +140,11 @@ def _on_gpu(wide_dir: Path, *, planned: bool) -> Cluster:
     small = PrefillParts(cluster._model, spec, kv, SlotTable(kv), runner.parts.backend)
     graphs = PrefillGraphs(small)
     with torch.inference_mode():
-        for bucket in (1024, 1280, 2048):
-            shape = graphs.shape_of(bucket, is_lone=True)
-            assert shape.is_square
+        for bucket, is_lone in itertools.product((1024, 1280, 2048), (False, True)):
+            shape = graphs.shape_of(bucket, is_lone=is_lone)
+            assert shape.is_square == is_lone
             graphs._step(shape).run()  # compiles and plans
+            graphs._graphs.graph(shape)  # here, not on a thread that knows no library yet
     cluster.runners[0] = Runner(
         runner.parts, 0, runner._pulse, prefiller=Prefiller(small, graphs, 0)
     )
