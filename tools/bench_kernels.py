@@ -7,8 +7,9 @@ a work reads comes from memory and what it writes goes there, as between the lay
 (Flushing the cache by writing to it, as `triton.testing.do_bench` does, makes a work that only
 reads pay for writing 50 MB back.) Bandwidth counts the bytes that must move (each input read once,
 each output written once); attention over the pool counts K and V alone. Inputs are random, bf16,
-seeded. Matrix-bound works of one shape run in turns. Ratios are to 4.8 TB/s (H200 datasheet), to this card's own copy of the same number of bytes
-timed in the same way; for matrix-bound rows to 989 TFLOP/s and to the fastest of the same shape.
+seeded. Ratios are to 4.8 TB/s (H200 datasheet), to this card's own copy of the same number of bytes
+timed in the same way; for matrix-bound rows, which run in turns, each hot, to 989 TFLOP/s and to
+the fastest of the same shape.
 """
 
 from __future__ import annotations
