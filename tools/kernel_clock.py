@@ -29,31 +29,38 @@ Make = Callable[[], Work]
 
 def time_us(make: Make, num_bytes: int, runs: int) -> float:
     """Microseconds of a work that moves `num_bytes`, launch gaps of a graph included."""
-    replay, count, _outputs = _captured(_sets(make, num_bytes))
-    return _median_us(replay, runs) / count
+    captured = _Captured(_sets(make, num_bytes))
+    return _median_us(captured.replay, runs) / captured.count
 
 
 def times_us(makes: Sequence[Make], num_bytes: int, runs: int) -> list[float]:
     """As `time_us` for works that do the same: their runs alternate, each behind `_HEATED_US` of
     its own, since a card at its power limit is up to 12 % slower than one that has rested."""
-    replays = [_captured(_sets(make, num_bytes)) for make in makes]
+    all_captured = [_Captured(_sets(make, num_bytes)) for make in makes]
     taken = [
-        [_median_us(replay, 1, _HEATED_US) / count for replay, count, _ in replays]
+        [_median_us(captured.replay, 1, _HEATED_US) / captured.count for captured in all_captured]
         for _ in range(runs)
     ]
     return [statistics.median(of_one) for of_one in zip(*taken, strict=True)]
 
 
-def _captured(works: list[Work]) -> tuple[Work, int, list[object]]:
-    """A graph of all, how many they are, and what they wrote, to be kept while it is replayed."""
-    for work in works:
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        # all held to the end, else each would write where the last did
-        outputs = [work() for work in works]
-    return graph.replay, len(works), outputs
+class _Captured:
+    """A graph of some works, which holds what they read, that nobody else may write there, and
+    what each wrote, else one would write where the last did."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+        for work in works:
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._outputs = [work() for work in works]
+        self.replay: Work = graph.replay
+
+    @property
+    def count(self) -> int:
+        return len(self._works)
 
 
 def _sets(make: Make, num_bytes: int) -> list[Work]:
