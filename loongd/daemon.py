@@ -102,10 +102,15 @@ class Daemon:
 
     def _check_files(self) -> None:
         """Raise ConfigError for a file that an option names and that is read only later on, before
-        a model is converted."""
-        load_keys(self._config)
-        if self._config.profile is not None:
-            store.load(Path(self._config.profile))
+        a model is converted. A pipe can be read once, and is read then."""
+        keys, profile = (
+            name if name is not None and not Path(name).is_fifo() else None
+            for name in (self._config.api_key_file, self._config.profile)
+        )
+        if keys is not None:
+            load_keys(self._config)
+        if profile is not None:
+            store.load(Path(profile))
 
     def _listen_for_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -144,15 +144,16 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
+_OFF: tuple[Any, ...] = (*_EMPTY, 0)
 _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "allowed_token_ids": _EMPTY,
         "audio": _EMPTY,
         "bad_words": _EMPTY,
         "chat_template": _EMPTY,
-        "continue_final_message": _EMPTY,
+        "continue_final_message": _OFF,
         "documents": _EMPTY,
-        "early_stopping": _EMPTY,
+        "early_stopping": _OFF,
         "function_call": (*_EMPTY, "none", "auto"),
         "functions": _EMPTY,
         "guided_choice": _EMPTY,
@@ -163,19 +164,19 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "length_penalty": (*_EMPTY, 1),
         "logits_processors": _EMPTY,
         "modalities": (*_EMPTY, ["text"]),
-        "priority": (*_EMPTY, 0),
+        "priority": _OFF,
         "prompt_embeds": _EMPTY,
         "prompt_logprobs": (),
         "reasoning_effort": (*_EMPTY, "medium"),
-        "return_tokens_as_token_ids": _EMPTY,
+        "return_tokens_as_token_ids": _OFF,
         "service_tier": (*_EMPTY, "auto", "default"),
-        "store": _EMPTY,
+        "store": _OFF,
         "structural_tag": _EMPTY,
         "structured_outputs": _EMPTY,
         "suffix": _EMPTY,
         "thinking_token_budget": _EMPTY,
-        "truncate_prompt_tokens": _EMPTY,
-        "use_beam_search": _EMPTY,
+        "truncate_prompt_tokens": _OFF,
+        "use_beam_search": _OFF,
         "verbosity": (*_EMPTY, "medium"),
         "vllm_xargs": _EMPTY,
         "web_search_options": (),
@@ -199,8 +200,8 @@ def decode(data: bytes, body_type: type[Body]) -> Body:
         value = getattr(body, name)
         if name not in _REFUSED or value is None or value is False:
             continue
-        if value not in _REFUSED[name]:
-            fine = " or ".join(json.dumps(one) for one in _REFUSED[name] if one not in _EMPTY)
+        if value is True or value not in _REFUSED[name]:
+            fine = " or ".join(json.dumps(one) for one in _REFUSED[name] if one not in _OFF)
             raise RequestError(
                 f"{name} is not supported by loongd{f', except {fine}' if fine else ''}.",
                 param=name,

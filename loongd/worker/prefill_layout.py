@@ -110,7 +110,7 @@ def lay_out_prefill(
     table: SlotTable,
     grown: list[tuple[int, int]],
 ) -> PrefillNumbers:
-    """The step's numbers, with slots taken for all new tokens.
+    """The step's numbers, with slots taken for all new tokens. Padding repeats the last one.
 
     Args:
         shape: of the bucket that `bucket_of` gives.
@@ -143,6 +143,8 @@ def lay_out_prefill(
             rows[:, len(sampled)] = last - 1, begin, end
             sampled.append(extend)
         first = last
+    # the last token again: what a square computes of the rows behind it must be as finite
+    tokens[:2, first:] = tokens[:2, first - 1 : first]
     parts = (tokens.ravel(), rows.ravel(), *tiles_of(spans, shape, causal=True))
     return PrefillNumbers(shape, np.concatenate(parts), tuple(sampled))
 

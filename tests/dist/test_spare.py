@@ -15,6 +15,7 @@ from torch import Tensor
 from loongd.kernels.attention import CpuFlashBackend, Spans
 from loongd.kernels.spare import with_spare
 from loongd.kernels.triton_backend import TritonBackend
+from loongd.worker import prefill_graphs
 from loongd.worker.decode_graphs import DecodeGraphs, DecodeParts
 from loongd.worker.decoder import Decoder
 from loongd.worker.prefill_graphs import PrefillGraphs, PrefillParts
@@ -107,10 +108,8 @@ def test_steps_that_pause_keep_them(llama_dir: Path) -> None:
     assert rounded == [[(21, 32)] * 2] * 2
 
 
-def test_a_lone_prompt_of_a_graph_is_a_square(llama_dir: Path) -> None:
-    """Over its own rows and the bucket's, which come last; everything else goes over the pool."""
-    expected = tokens_of(Cluster(llama_dir, 2))
-    cluster = Cluster(llama_dir, 2)
+def with_graphs(cluster: Cluster) -> list[_Rounding]:
+    """Runners whose small steps run as graphs do, without the capture; their backends."""
     backends = [_Rounding(cluster.spec.head_dim**-0.5) for _ in cluster.runners]
     for rank, backend in enumerate(backends):
         runner, kv = cluster.runners[rank], cluster.pools[rank]
@@ -124,9 +123,58 @@ def test_a_lone_prompt_of_a_graph_is_a_square(llama_dir: Path) -> None:
             decoder=Decoder(DecodeGraphs(decoding), table, kv, rank),
             prefiller=Prefiller(small, PrefillGraphs(small), rank),
         )
+    return backends
+
+
+def test_a_lone_prompt_of_a_graph_is_a_square(llama_dir: Path) -> None:
+    """Over its own rows and the bucket's, which come last; everything else goes over the pool."""
+    expected = tokens_of(Cluster(llama_dir, 2))
+    cluster = Cluster(llama_dir, 2)
+    backends = with_graphs(cluster)
     assert tokens_of(cluster) == expected
     assert [backend.squares for backend in backends] == [[(32,)] * 2, []]
     assert not any(backend.rounded for backend in backends)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_padding_is_as_finite_as_the_prompt(llama_dir: Path, bad: float) -> None:
+    """A square computes the rows behind the prompt too, and 0 times NaN would not be 0."""
+    tokens = []
+    for graphs in (False, True):
+        cluster = Cluster(llama_dir, 1)
+        cluster._model._weights.embed_VD[0] = bad
+        backends = with_graphs(cluster) if graphs else []
+        sequence = Sequence("a", [token or 1 for token in PROMPT])
+        tokens.append(cluster.extend([0], [(sequence, 20, None, [(0, 20)])])["a"].token)
+        assert all(backend.squares == [(32,)] * 2 for backend in backends)
+    assert tokens[0] == tokens[1]
+
+
+def test_prompts_that_no_library_takes_go_over_the_pool(llama_dir: Path) -> None:
+    cluster = Cluster(llama_dir, 1)
+    (backend,) = with_graphs(cluster)
+    backend.is_one_call = lambda _: False  # type: ignore[method-assign]
+    cluster.extend([0], [(Sequence("a", PROMPT), 20, None, [(0, 20)])])
+    assert backend.squares == []
+
+
+def test_graphs_of_lone_prompts_are_captured_ahead(
+    llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(llama_dir, 1)
+    backend, kv = _Rounding(cluster.spec.head_dim**-0.5), cluster.pools[0]
+    monkeypatch.setattr(backend, "is_one_call", lambda num_tokens: num_tokens in (32, 64))
+    monkeypatch.setattr(prefill_graphs, "BUCKETS", (16, 32, 64))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    graphs = PrefillGraphs(PrefillParts(cluster._model, cluster.spec, kv, SlotTable(kv), backend))
+    captured: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        graphs._graphs, "graph", lambda shape: captured.append((shape.bucket, shape.is_square))
+    )
+    with torch.inference_mode():
+        fractions = list(graphs.capture())
+    assert captured == [(64, False), (64, True), (32, False), (32, True), (16, False)]
+    assert fractions[-1] == 1.0
 
 
 def _on_gpu(wide_dir: Path, *, planned: bool) -> Cluster:

@@ -12,7 +12,7 @@ from kernel_kit import assert_close, make_problem, poisoned
 from torch import Tensor
 
 from loongd.kernels import cudnn, reference, triton_backend
-from loongd.kernels.attention import PoolSlots, Spans
+from loongd.kernels.attention import CudaFlashBackend, PoolSlots, Spans
 from loongd.kernels.spare import linear_with_spare, new_rows, with_spare
 from loongd.kernels.triton_backend import TritonBackend
 from loongd.model.llama import LINEAR_CHUNK_TOKENS
@@ -270,6 +270,40 @@ def test_a_lone_square_with_rows_behind_it(
     assert_close(out, expected[0], FULL)
     assert_close(lse, expected[1], FULL)
     assert small_cudnn == [(128, 128, True)]
+
+
+def test_what_is_planned_for() -> None:
+    """Squares of another library need no rows behind them and are not captured; a rehearsal plans
+    nothing."""
+    plans = TritonBackend(1.0, use_cudnn=True).planned
+    assert plans is not None
+    assert [plans.is_one_call(n) for n in (0, 896, 1000, 1024, 1152, 1200, 2304)] == [
+        *(False, False, False, True, True, False, True)
+    ]
+    others = TritonBackend(1.0, use_cudnn=True, square=CudaFlashBackend(1.0)).planned
+    assert others is not None
+    assert not others.is_one_call(1024)
+    assert others.spare(1100) == 0 < plans.spare(1100)
+    rehearsing = TritonBackend(1.0, use_cudnn=True).rehearsing().planned
+    assert rehearsing is not None
+    assert list(rehearsing.ahead(4, 2, 64)) == []
+
+
+def test_plans_are_for_the_strides_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of few tokens lie beside queries and keys."""
+    planned: list[tuple[int, int, bool, bool]] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> None:
+        assert q.is_contiguous()
+        assert k.is_contiguous()
+        assert v.stride() in ((2 * 8, 8, 1), (8 * 8, 8, 1))
+        planned.append((len(q), len(k), causal, v.is_contiguous()))
+
+    monkeypatch.setattr(cudnn, "attention", attention)
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: torch.empty(size, dtype=dtype))
+    fractions = list(cudnn.plan_ahead(4, 2, 8, torch.float16, scale=1.0))
+    assert planned == cudnn.planned_sizes()
+    assert fractions[-1] == 1.0
 
 
 def test_rows_behind_make_lengths_planned() -> None:
