@@ -174,7 +174,7 @@ def plan(answer: Json) -> str:
     if answer.get("at_most"):
         how = "at most predicted (running answers may end earlier)"
     else:
-        rough = "roughly predicted (nothing like it was well measured: loongctl profile)"
+        rough = "roughly predicted (no full profile has measured the like: loongctl profile)"
         how = rough if answer["rough"] else "predicted"
     members = f": instances {numbers(answer['members'])}" if answer["members"] else ""
     rows = [

@@ -334,8 +334,14 @@ class ElasticPrefill:
         if dop > 1:
             one = in_one_step(self._view.limits)
             fewer_s = left_s(self._sib, dop - 1, cached=cached, left=left, pace=one)
-            slots = ", had it the slots" if fewer_s < all_s else ""
-            fewer = f" ({fewer_s:.3f} s with one instance less{slots})"
+            but = ""
+            if fewer_s < all_s:
+                # chosen by whole steps, which a poor profile may tell another tale of
+                whole_s = [self._sib.prefill_s(n, [(cached, left)]) for n in (dop, dop - 1)]
+                but = f", but in one step {whole_s[0]:.3f} s against {whole_s[1]:.3f} s"
+                if {*request.holders, *(i for i, _ in placed.keep)} == set(members):
+                    but = ", had it the slots"
+            fewer = f" ({fewer_s:.3f} s with one instance less{but})"
         num_parts = 1 if layers is None else -(-layers.total // layers.end)
         if num_tokens == left and not cached and num_parts == 1:
             return f"{what} {where}, predicted {step_s:.3f} s{fewer}; {kept}"

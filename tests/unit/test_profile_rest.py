@@ -146,7 +146,7 @@ async def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         engine.plan_answer = PLAN | {"rough": True}
         assert await loongctl(path, "plan", "5000") == 0
         assert (
-            "1.75 s roughly predicted (nothing like it was well measured: loongctl profile)"
+            "1.75 s roughly predicted (no full profile has measured the like: loongctl profile)"
             in capsys.readouterr().out
         )
         engine.plan_answer = PLAN | {"rough": True, "at_most": True}

@@ -176,6 +176,22 @@ def test_a_long_prefill_says_what_one_instance_less_would_take():
     assert "one instance less" not in only(world, r"DoP 1\)")
 
 
+def test_a_group_that_chunks_make_slower_says_why_it_was_chosen():
+    """Each member costs 0.5 s a chunk: 2,000 tokens take 1.51 s on two, in chunks of 800 more than
+    on one. The group is chosen by whole steps, or because the slots of one are not enough."""
+    for slots, but in (
+        (5_000, r", but in one step 1\.510 s against 2\.010 s\)"),
+        (1_300, r", had it the slots\)"),
+    ):
+        world = VirtualTime(slots, slots, sib=make_sib(per_member_s=0.5), max_step_tokens=400)
+        world.arrive("document", 2_000, max_tokens=1)
+        world.run()
+        reason = only(world, "of document .*DoP 2")
+        (told,) = re.findall(rf"([\d.]+ s) for all that is left \(([\d.]+ s) with .*{but}", reason)
+        two_s, one_s = map(seconds, told)
+        assert two_s > one_s
+
+
 def test_a_prompt_that_was_passed_says_for_how_long():
     """It needs 1.01 s alone, so nobody passes it once it has waited for 10.1 s."""
     world = VirtualTime(50_000)
