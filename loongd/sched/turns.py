@@ -160,7 +160,7 @@ class Turns:
                 if not plan.pauses:
                     self._add_answers(lane, sum([item.samples for item in items]))
             case DecodePlan():
-                lane.owed_s = max(0.0, lane.owed_s - lane.ends_s)
+                lane.owed_s = max(0.0, lane.owed_s - time_s)
         return lane
 
     def _time_s(self, batch: Sequence[Request]) -> float:

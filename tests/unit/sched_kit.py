@@ -92,6 +92,8 @@ def make_sib(
 class VirtualTime:
     """Drives a scheduler with step times from its SIB; keeps what happened.
 
+    `policy` is a name, or a policy that has none.
+
     Attributes:
         plans: (start, end, plan) of every step, in order of start.
         tokens: times of each request's tokens.
@@ -99,7 +101,8 @@ class VirtualTime:
 
     def __init__(self, *slots, policy="loongserve", sib=None, **limits):
         self.sib = sib or make_sib()
-        self.scheduler = Scheduler(make_policy(policy, self.sib), Limits(**limits))
+        policy = make_policy(policy, self.sib) if isinstance(policy, str) else policy
+        self.scheduler = Scheduler(policy, Limits(**limits))
         self.now = 0.0
         self.ends = []
         self.plans = []

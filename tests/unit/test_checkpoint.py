@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from loongd.checkpoint import open_checkpoint
 from loongd.config import Config
 from loongd.errors import ConfigError, LoongError, ModelError
+from loongd.model import convert
 from loongd.pool import _environment
 
 
@@ -23,6 +26,12 @@ async def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     config = Config(model=str(model), cache_dir=str(file / "cache"))
     with pytest.raises(ConfigError, match=r"cache_dir .*file/cache cannot be made: "):
         await open_checkpoint(config, lambda *_: None)
+
+
+async def test_a_name_instead_of_a_path_is_told_that_nothing_is_downloaded() -> None:
+    words = "--model some/name: no such directory, and not a .gguf file; loongd does not download"
+    with pytest.raises(ModelError, match=re.escape(words)):
+        await open_checkpoint(Config(model="some/name"), lambda *_: None)
 
 
 def _write_gguf(path: Path) -> None:
@@ -63,6 +72,18 @@ async def test_options_that_the_model_contradicts_are_told_before_it_is_converte
         await open_checkpoint(config, lambda *_: None)
     left = list(cache.iterdir()) if cache.is_dir() else []
     assert all(file.suffix == ".lock" for file in left), "what was begun is gone"
+
+
+def test_who_asks_before_converting_and_has_no_answer_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out_dir = tmp_path / "model.gguf", tmp_path / "cache" / "model"
+    _write_gguf(path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SystemExit, match="not wanted"):
+        convert.main([str(path), str(out_dir), "--ask"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["config"]["hidden_size"] == 64
+    assert [file.name for file in out_dir.parent.iterdir()] == [".model.lock"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from loongd.exclusive import Exclusive
 from loongd.profiling import grid
 from loongd.profiling.bench import Bench
 from loongd.profiling.jobs import Job, burst, repeat
+from loongd.profiling.session import _noise
 from loongd.wire import RunStep, StepDone, StepFailed, ToWorker
 from loongd.worker.kvcache import KvCache
 
@@ -68,7 +69,7 @@ async def test_when_time_is_up_each_step_has_run_as_often_as_it_must() -> None:
     assert [len(job.times) for job in steps.jobs] == [4] * 6
 
 
-@pytest.mark.parametrize(("limit_s", "num_runs"), [(0.01, 18), (0.9, 26), (100.0, 54)])
+@pytest.mark.parametrize(("limit_s", "num_runs"), [(0.01, 18), (0.9, 26), (1.3, 37), (100.0, 54)])
 async def test_past_the_limit_no_step_runs_that_has_run_three_times(
     limit_s: float, num_runs: int
 ) -> None:
@@ -93,6 +94,11 @@ async def test_a_burst_lasts_and_its_first_step_does_not_count() -> None:
     await job.measure()
     assert (job.times, job.cost_s) == ([0.02], pytest.approx(0.10))
     assert await burst(run, 0.0) == [9.0]
+
+
+def test_one_step_that_scatters_is_not_typical() -> None:
+    assert _noise([0.02, 3.0, 0.01]) == 0.02
+    assert _noise([]) == 0.0
 
 
 async def test_a_row_of_steps_has_one_queued_behind_the_one_that_runs() -> None:

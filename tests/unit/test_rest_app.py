@@ -13,7 +13,8 @@ HI = [{"role": "user", "content": "hi"}]
 COMPLETIONS = "/v1/completions"
 
 
-async def test_request_ids_are_echoed_and_made_unique():
+async def test_request_ids_are_echoed_and_made_unique(caplog):
+    caplog.set_level("DEBUG", "loongd.rest")
     engine = FakeEngine()
     async with serve(engine) as client:
         headers = {"x-request-id": "my-id.1"}
@@ -33,6 +34,8 @@ async def test_request_ids_are_echoed_and_made_unique():
             assert (await client.get(path)).headers["x-request-id"]
         bad = await client.get("/health", headers={"x-request-id": "a b" + "c" * 200})
         assert len(bad.headers["x-request-id"]) == 32
+        assert f"is replaced by {bad.headers['x-request-id']}" in caplog.text
+        assert caplog.text.count("is replaced by") == 1
 
 
 async def test_unknown_paths_and_methods():
@@ -117,6 +120,7 @@ async def test_tokenize_counts_what_usage_counts():
         for path, body in (
             ("/tokenize", {}),
             ("/tokenize", {"prompt": "x", "messages": HI}),
+            ("/tokenize", {"messages": HI, "chat_template": "{{ bos_token }}"}),
             ("/detokenize", {"tokens": [300]}),
             ("/detokenize", {"tokens": "x"}),
         ):

@@ -54,6 +54,7 @@ async def test_the_id_that_loongd_gives_leads_to_it_too():
     async with connect(engine) as (public, admin):
         response = await public.post(URL, json={"prompt": "x"})
         own = response.headers["x-request-id"]
+        await complete(public, f"my-{own}")
         engine.ended = list(engine.streams)
         assert (await story(admin, own))["request_id"] == f"cmpl-{own}"
 
@@ -84,3 +85,11 @@ async def test_a_part_of_an_id_that_no_other_has():
         engine.ended = [a]
         assert (await story(admin, "doc"))["request_id"] == b, "no other one runs"
         await error_of(await admin.get("/admin/story/nobody"), 404)
+
+
+async def test_of_many_that_have_a_part_in_their_id_the_last_are_named():
+    engine = FakeEngine()
+    async with connect(engine) as (public, admin):
+        found = [await complete(public, f"doc-{number}") for number in range(5)]
+        error = await error_of(await admin.get("/admin/story/doc"), 404)
+        assert error["message"] == f"5 requests have doc in their id: {', '.join(found[1:])}, ..."

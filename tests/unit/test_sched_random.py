@@ -1,10 +1,12 @@
 """Random events against the scheduler, judged by an independent model of the workers."""
 
 from collections import Counter
+from math import isfinite
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from sched_kit import make_sib
 from sched_world import World, new_scheduler
 
 
@@ -69,3 +71,35 @@ def test_random_worlds_reach_the_rare_paths(policy, queue_ahead):
     expected |= {"chunk", "moved", "part"} if policy == "loongserve" else {"chunk"}
     expected |= {"queued"} if queue_ahead else set()
     assert expected <= {name for name, count in seen.items() if count > 5}, seen
+
+
+class Asking(World):
+    """Asks after every event what would become of a prompt."""
+
+    num_asked = 0
+
+    def handle(self, event):
+        super().handle(event)
+        self.num_asked += 1
+        tokens = (1, 300, 3_000, 60_000)[self.num_asked % 4]
+        max_tokens = (1, 64, 4_000)[self.num_asked % 3]
+        found = self.scheduler.predict(tokens, max_tokens, self.now)
+        for seconds in (found.queue_s, found.prefill_s):
+            assert isfinite(seconds), found
+            assert seconds >= 0.0, found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_predicted_times_are_finite_whatever_has_happened(seed):
+    """Instances lost and back, drained daemons, answers longer than any before; for every other
+    seed decode steps that are said to take no time."""
+    world = Asking(
+        seed,
+        num_instances=1 + seed % 4,
+        tiny=seed % 3 == 0,
+        policy="fcfs" if seed % 5 == 4 else "loongserve",
+    )
+    if seed % 2:
+        world.scheduler._sib.replace(make_sib(decode_s=0.0, kv_token_s=0.0, over_s=0.0).profile)
+    world.run(100)
+    assert world.num_asked > 50

@@ -384,3 +384,9 @@ def test_by_default_a_group_pays_from_some_hundred_tokens_on() -> None:
     assert sib.prefill_s(2, [(0, 50)]) >= sib.prefill_s(1, [(0, 50)])
     assert sib.prefill_s(2, [(0, 1_000)]) < 0.8 * sib.prefill_s(1, [(0, 1_000)])
     assert sib.prefill_s(2, [(0, 20_000)]) < 0.6 * sib.prefill_s(1, [(0, 20_000)])
+
+
+def test_one_more_prompt_adds_to_a_step_what_the_step_takes_longer() -> None:
+    costs = Coefficients(alpha_s=0.1, beta_s=0.001, gamma_s=1e-6, item_s=0.02)
+    two_s, three_s = (costs.time_s([(0, 100)] * count) for count in (2, 3))
+    assert costs.added_s(100) == pytest.approx(three_s - two_s)
