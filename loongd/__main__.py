@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         "environment variable (LOONGD_MAX_MODEL_LEN); the command line wins over the "
         "environment, which wins over the file. Sizes take suffixes: 128k is 128,000, "
         "128K is 131,072. Exit codes: 0 stopped as asked; 1 failed, or what it needs is missing or "
-        "taken (model, port, runtime directory); 2 wrong usage or configuration.",
+        "taken (model, memory, address, port, runtime directory); 2 wrong usage or configuration.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -51,7 +51,8 @@ async def open_checkpoint(config: Config, on_stage: OnStage) -> Checkpoint:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         directory = await _converted(path, dtype, config, on_stage)
     if not directory.is_dir():
-        raise ModelError(f"--model {config.model}: no such directory, and not a .gguf file")
+        what = "no such directory, and not a .gguf file; loongd does not download models"
+        raise ModelError(f"--model {config.model}: {what}")
     spec = ModelSpec.from_dir(directory)
     _check_model(config, spec)
     tokenizer = None

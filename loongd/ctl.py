@@ -306,7 +306,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.set_defaults(run=run_story)
 
     one = commands.add_parser("profile", help="measure how fast the workers are, and keep it")
-    one.add_argument("--quick", action="store_true", help="a minute or two, on CPUs some minutes")
+    one.add_argument("--quick", action="store_true", help="half a minute, on CPUs some 3 minutes")
     what = one.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare predictions with new steps")
     what.add_argument("--out", metavar="FILE", help="default: the daemon's state directory")
@@ -318,7 +318,8 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument(
         "tokens", type=_count, metavar="TOKENS", help="length of the prompt, such as 8000 or 8K"
     )
-    one.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="of the answer")
+    text = "longest answer (default: %(default)s)"
+    one.add_argument("--max-tokens", type=_count, default=128, metavar="N", help=text)
     one.add_argument("--json", action="store_true", help="the daemon's own JSON, on one line")
     one.set_defaults(run=run_plan)
 

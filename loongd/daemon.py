@@ -6,7 +6,7 @@ Does not know: what any part does inside.
 Start: runtime directory, model (a GGUF file is converted once, in a process of its own), API
 sockets (live at once, ready later), workers, READY=1. Stop on SIGTERM or SIGINT: refuse new
 requests, let accepted ones finish within `shutdown_timeout`, end the workers, exit 0. A second
-signal stops waiting.
+signal stops waiting; none changes the exit code.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable
 from functools import partial
@@ -50,6 +51,8 @@ _DRAIN_POLL_S = 0.05
 _START_EXTENSION_S = 120.0
 _PROGRESS_INTERVAL_S = 1.0
 _LAST_WORDS_S = 0.2
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PASSING_ERRNOS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
 class Daemon:
@@ -67,6 +70,17 @@ class Daemon:
     async def run(self) -> int:
         """Serve until told to stop; the exit code. Raises LoongError when it cannot start."""
         self._listen_for_signals()
+        try:
+            await self._serve_until_stopped()
+        finally:
+            # Python gives signals that it catches their default action back when it ends: they
+            # would then set the exit code. Ignored ones stay ignored.
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+        _log.info("stopped")
+        return 0
+
+    async def _serve_until_stopped(self) -> None:
         lock = node.claim(self._runtime_dir)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(os.close, lock)
@@ -85,7 +99,7 @@ class Daemon:
             await self._serve(stack, context, manager)
             starts = self._starts(model)
             if not await self._unless_stopped(manager.start(starts, self._on_progress)):
-                return 0
+                return
             speed.use_best(manager.device_name)
             self._say_ready(manager)
             engine = asyncio.create_task(manager.run(starts, self._on_progress), name="manager")
@@ -96,7 +110,6 @@ class Daemon:
             if engine.done():
                 engine.result()
             await self._drain(manager)
-        return 0
 
     # ---- start ---------------------------------------------------------------------------------
 
@@ -114,7 +127,7 @@ class Daemon:
 
     def _listen_for_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
 
     def _on_signal(self, name: str) -> None:
@@ -197,7 +210,9 @@ class Daemon:
             await site.start()
         except OSError as error:
             where = f"{config.host}:{config.port}"
-            kind = BusyError if error.errno == errno.EADDRINUSE else ConfigError
+            # at boot, addresses and names may come later
+            passing = isinstance(error, socket.gaierror) or error.errno in _PASSING_ERRNOS
+            kind = BusyError if passing else ConfigError
             raise kind(f"cannot listen on {where}: {error.strerror or error}") from None
         host, port = runner.addresses[0][:2]
         manager.node["api"] = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -16,7 +16,8 @@ class ConfigError(LoongError):
 
 
 class BusyError(LoongError):
-    """Another process has the port or the directory; once it has ended, another try may go well."""
+    """Another process has the port or the directory, or the address or name is not there (yet):
+    another try may go well."""
 
 
 class ModelError(LoongError):

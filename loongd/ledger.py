@@ -127,15 +127,20 @@ class Ledger:
         """So many instances are ready."""
         self._metrics.set_instances(ready, total)
 
+    def restarted(self) -> None:
+        """All workers start again, as one was lost."""
+        self._metrics.engine_restarted()
+
     def refresh(self, snapshot: Snapshot) -> None:
         """Gauges, and counters that the scheduler keeps, as they are now."""
         pool, totals = snapshot.pool, snapshot.totals
         self._metrics.set_pool(pool.total, pool.used, pool.free, pool.reserved)
         self._metrics.set_queue(snapshot.num_running, snapshot.num_waiting)
         before = self._seen or replace(
-            totals, num_preemptions=0, num_scale_downs=0, num_scale_ups=0
+            totals, num_preemptions=0, num_lost=0, num_scale_downs=0, num_scale_ups=0
         )
         self._metrics.preempted(totals.num_preemptions - before.num_preemptions)
+        self._metrics.requests_restarted(totals.num_lost - before.num_lost)
         self._metrics.scale_event("down", totals.num_scale_downs - before.num_scale_downs)
         self._metrics.scale_event("up", totals.num_scale_ups - before.num_scale_ups)
         self._seen = totals

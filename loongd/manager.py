@@ -140,6 +140,7 @@ class GlobalManager:
         self._ledger.instances(0, num_instances)
         why = f"instance {lost.instance}: {lost.message}"
         while not self._restarts.exceeded(time.monotonic()):
+            self._ledger.restarted()
             try:
                 await self.start(starts, on_progress)
             except WorkerError as error:

@@ -87,7 +87,12 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Requests that prefill or decode.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for prefill.")
         self._preemptions = self._counter(
-            "num_preemptions", "Times that a request lost its KV and was queued again."
+            "num_preemptions",
+            "Times that a request gave up its KV for others and was queued again.",
+        )
+        self._requests_restarted = self._counter(
+            "requests_restarted",
+            "Times that a request lost its KV with an instance and was queued again.",
         )
 
     def _add_latencies(self) -> None:
@@ -157,6 +162,9 @@ class Metrics:
             "kv_migration_seconds", "Wall time of a migration.", TOKEN_LATENCY_BUCKETS_S
         )
         self._instances = self._gauge("esp_instances", "Elastic instances.", "state")
+        self._restarts = self._counter(
+            "engine_restarts", "Times that all workers had to start again, as one was lost."
+        )
 
     # -- a request's life
 
@@ -224,8 +232,12 @@ class Metrics:
         _observe(self._itl, seconds)
 
     def preempted(self, times: int = 1) -> None:
-        """Requests lost their KV and were queued again."""
+        """Requests gave up their KV for others and were queued again."""
         self._preemptions.inc(times)
+
+    def requests_restarted(self, times: int) -> None:
+        """Requests lost their KV with an instance and were queued again."""
+        self._requests_restarted.inc(times)
 
     # -- the engine's work
 
@@ -259,6 +271,10 @@ class Metrics:
         """Instances that are ready, of all that are configured."""
         self._instances.labels(**self._labels, state="ready").set(ready)
         self._instances.labels(**self._labels, state="lost").set(max(total - ready, 0))
+
+    def engine_restarted(self) -> None:
+        """All workers start again; one more for each such start that fails."""
+        self._restarts.inc()
 
     def scale_event(self, direction: Literal["up", "down"], times: int = 1) -> None:
         """Groups grew or shrank."""

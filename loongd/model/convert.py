@@ -142,7 +142,8 @@ def _read(gguf_path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
         reader = GGUFReader(gguf_path)
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise ModelError(f"{gguf_path} is not a readable GGUF file: {error}") from error
+        what = "is not a readable GGUF file: truncated, damaged or of another kind"
+        raise ModelError(f"{gguf_path} {what} ({error})") from error
     if fields.get("split.count", 1) > 1:
         raise ModelError(
             f"{gguf_path} is one of {fields['split.count']} parts; merge them first "

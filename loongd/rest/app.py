@@ -23,6 +23,7 @@ from loongd.rest.context import (
     PREDICTED_TTFT_S,
     REQUEST_ID,
     RestContext,
+    log,
 )
 from loongd.rest.errors import Handler, errors_middleware
 
@@ -89,6 +90,8 @@ def _make_base(context: RestContext, *middlewares: Middleware) -> web.Applicatio
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
     given = request.headers.get("x-request-id", "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    if given and request[REQUEST_ID] != given:
+        log.debug("x-request-id %.140r is replaced by %s", given, request[REQUEST_ID])
     request[ARRIVED_S] = time.monotonic()
     return await handler(request)
 

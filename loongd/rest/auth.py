@@ -26,7 +26,9 @@ def load_keys(config: Config) -> tuple[bytes, ...]:
         try:
             lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file {config.api_key_file}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            what = f"api_key_file {config.api_key_file}: cannot be read"
+            raise ConfigError(f"{what}: {why}") from error
         found = [key for line in lines if (key := line.partition("#")[0].strip())]
         if not found:
             raise ConfigError(f"api_key_file {config.api_key_file} holds no key")

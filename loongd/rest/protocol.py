@@ -1,7 +1,7 @@
-"""The bodies of requests, as OpenAI and vLLM define them.
+"""The bodies of requests, as OpenAI, vLLM and SGLang define them.
 
-Knows: the name and type of each field, and the fields of OpenAI and vLLM that loongd refuses rather
-than ignores: those that promise a different answer, or something beside it. `null` means absent
+Knows: the name and type of each field, and the fields of the three that loongd refuses rather than
+ignores: those that promise a different answer, or something beside it. `null` means absent
 everywhere. Fields not named here are ignored, with a debug line: names and notes (`metadata`,
 `safety_identifier`, `request_id`), hints that at most save time (`prediction`, `prompt_cache_key`,
 `cache_salt`), and what means nothing without fields that are refused (`parallel_tool_calls`,
@@ -65,18 +65,28 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     # Refused when they ask for anything.
     allowed_token_ids: Any = None
     bad_words: Any = None
+    custom_logit_processor: Any = None
     early_stopping: Any = None
+    ebnf: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
+    json_schema: Any = None
     kv_transfer_params: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
+    lora_path: Any = None
+    min_new_tokens: Any = None
+    no_stop_trim: Any = None
     priority: Any = None
     prompt_logprobs: Any = None
+    regex: Any = None
+    return_hidden_states: Any = None
     return_tokens_as_token_ids: Any = None
     service_tier: Any = None
+    session_params: Any = None
+    stop_regex: Any = None
     structural_tag: Any = None
     structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
@@ -152,24 +162,34 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "bad_words": _EMPTY,
         "chat_template": _EMPTY,
         "continue_final_message": _OFF,
+        "custom_logit_processor": _EMPTY,
         "documents": _EMPTY,
         "early_stopping": _OFF,
+        "ebnf": _EMPTY,
         "function_call": (*_EMPTY, "none", "auto"),
         "functions": _EMPTY,
         "guided_choice": _EMPTY,
         "guided_grammar": _EMPTY,
         "guided_json": _EMPTY,
         "guided_regex": _EMPTY,
+        "json_schema": _EMPTY,
         "kv_transfer_params": _EMPTY,
         "length_penalty": (*_EMPTY, 1),
         "logits_processors": _EMPTY,
+        "lora_path": _EMPTY,
+        "min_new_tokens": _OFF,
         "modalities": (*_EMPTY, ["text"]),
+        "no_stop_trim": _OFF,
         "priority": _OFF,
         "prompt_embeds": _EMPTY,
         "prompt_logprobs": (),
         "reasoning_effort": (*_EMPTY, "medium"),
+        "regex": _EMPTY,
+        "return_hidden_states": _OFF,
         "return_tokens_as_token_ids": _OFF,
         "service_tier": (*_EMPTY, "auto", "default"),
+        "session_params": _EMPTY,
+        "stop_regex": _EMPTY,
         "store": _OFF,
         "structural_tag": _EMPTY,
         "structured_outputs": _EMPTY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -53,6 +54,10 @@ def test_a_killed_worker_loses_no_request(smollm2_dir: Path) -> None:
         status = server.wait_empty()
         assert status["pool"]["free"] == status["pool"]["total"]
         assert "instance 1 is lost: worker process was killed by signal 9" in server.log
+        metrics = server.get("/metrics")[1].splitlines()
+        for name, count in (("engine_restarts", 1), ("requests_restarted", 2)):
+            values = [x.split()[1] for x in metrics if x.startswith(f"loongd:{name}_total{{")]
+            assert [float(value) for value in values] == [count], name
         story = json.loads(server.ctl("story", answers[0][1]["id"], "--json").stdout)
         assert story["state"] == "finished"
 
@@ -136,6 +141,19 @@ def test_sigterm_lets_running_requests_finish(smollm2_dir: Path) -> None:
         assert server.process.wait(15) == 0
 
 
+def test_signals_while_it_stops_do_not_change_the_exit_code(smollm2_dir: Path) -> None:
+    with serving("--model", str(smollm2_dir)) as server:
+        deadline = time.monotonic() + 15
+        for number in itertools.cycle((signal.SIGINT, signal.SIGTERM)):
+            if server.process.poll() is not None:
+                break
+            server.process.send_signal(number)
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert server.process.returncode == 0
+        assert server.log.rstrip().endswith("stopped")
+
+
 def test_a_killed_daemon_leaves_no_worker(smollm2_dir: Path, tmp_path: Path) -> None:
     server = launch(tmp_path, "--model", str(smollm2_dir), instances=2)
     wait_ready(server)
@@ -151,16 +169,18 @@ def test_a_killed_daemon_leaves_no_worker(smollm2_dir: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("code", "arguments", "words"),
     [
-        (1, ("--model", "/nowhere/at/all"), "/nowhere/at/all: no such directory"),
+        (1, ("--model", "/nowhere/at/all"), "loongd does not download models"),
         (1, ("--model", "/nowhere.gguf"), "/nowhere.gguf: no such file"),
         (1, ("--model", "{broken}"), "MambaForCausalLM"),
         (1, ("--model", "{model}", "--port", "{port}"), "Address already in use"),
         (2, ("--model", "{model}", "--max-model-len", "9000"), "max_model_len is 9000"),
         (2, ("--model", "{model}", "-tp", "2"), "tensor_parallel_size = 2 does not divide"),
-        (2, ("--model", "{model}", "--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+        (1, ("--model", "{model}", "--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+        (1, ("--model", "{model}", "--host", "no.such.invalid"), "on no.such.invalid:0: "),
+        (1, ("--model", "{model}", "--kv-pool-tokens", "10000M"), "lower kv_pool_tokens"),
         (2, ("--model", "{model}", "--device", "cuda"), "no GPU is visible"),
         # these before the model is looked at
-        (2, ("--model", "/nowhere", "--api-key-file", "/no/keys"), "api_key_file /no/keys"),
+        (2, ("--model", "/nowhere", "--api-key-file", "/no/keys"), "keys: cannot be read: No such"),
         (2, ("--model", "/nowhere", "--profile", "/no/profile"), "profile /no/profile"),
         (2, ("--model", "/nowhere", "--chat-template", "/no/template"), "chat_template: "),
         (2, ("--model", "{model}", "--port", "x"), "--port 'x'"),

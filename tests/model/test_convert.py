@@ -333,7 +333,7 @@ def test_broken_files_are_refused(tmp_path: Path, llama_gguf: Path) -> None:
     data = llama_gguf.read_bytes()
     for size in (0, 20, len(data) // 8, len(data) - 1000):
         path.write_bytes(data[:size])
-        assert "not a readable GGUF file" in refusal(path, out_dir)
+        assert "not a readable GGUF file: truncated, damaged or" in refusal(path, out_dir)
 
 
 def test_directory_of_something_else_is_left_alone(tmp_path: Path, llama_gguf: Path) -> None:

@@ -288,6 +288,12 @@ def test_sizes_of_a_plan_have_suffixes_as_everywhere(
     assert daemon.asked == [f"GET /admin/plan?tokens={tokens}&max_tokens={tokens}"]
 
 
+def test_help_of_a_plan_says_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ctl.main(["plan", "--help"])
+    assert "(default: 128)" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("given", ["0", "-1", "8x", "k", "1.5", "1.0001k", ""])
 def test_a_wrong_size_of_a_plan_says_what_is_expected(
     given: str, capsys: pytest.CaptureFixture[str]

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,27 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     err = capsys.readouterr().err
     assert err.startswith("loongd: error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_daemon_has_stopped_leaves_the_exit_code(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """It stops at once here. Signals come when it has, and while Python takes itself down."""
+    code = (
+        "import os, sys\nfrom loongd.__main__ import main\nfrom loongd.daemon import Daemon\n"
+        "async def at_once(self): pass\n"
+        "Daemon._serve_until_stopped = at_once\n"
+        "class Late:\n"
+        f"    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, {int(number)})\n"
+        "late = Late()\n"
+        f"code = main(['m', '--device', 'cpu', '--runtime-dir', {str(tmp_path / 'run')!r}])\n"
+        f"os.kill(os.getpid(), {int(number)})\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.rstrip().endswith("stopped")
 
 
 def test_help_does_not_wait_for_the_daemon() -> None:

@@ -1,6 +1,7 @@
-"""What the manager says of its instances while they start again."""
+"""What the manager says of its instances while they start again, and counts."""
 
 import asyncio
+from array import array
 
 from sched_kit import make_sib
 
@@ -10,7 +11,8 @@ from loongd.pool import WorkerLost
 from loongd.sched.policies import make_policy
 from loongd.sched.policy import Limits
 from loongd.sched.scheduler import Scheduler
-from loongd.wire import Ready
+from loongd.submission import Submission
+from loongd.wire import Ready, Sampling
 
 
 class SlowPool:
@@ -22,6 +24,9 @@ class SlowPool:
         self.starts = asyncio.Event()
         self.listens = asyncio.Event()
         self.reports = asyncio.Queue()
+
+    def send(self, instance, message):
+        pass
 
     async def start(self, starts, on_progress):
         self.starts.set()
@@ -40,7 +45,8 @@ class SlowPool:
 async def test_the_status_names_the_lost_instance_until_all_are_up_again():
     pool, sib = SlowPool(), make_sib()
     scheduler = Scheduler(make_policy("loongserve", sib), Limits(), sib)
-    manager = GlobalManager(scheduler, pool, Metrics("m"), model_limit_tokens=10_000, node={})
+    metrics = Metrics("m")
+    manager = GlobalManager(scheduler, pool, metrics, model_limit_tokens=10_000, node={})
 
     def states():
         status = manager.status()
@@ -50,6 +56,8 @@ async def test_the_status_names_the_lost_instance_until_all_are_up_again():
     await manager.start(lambda _epoch: [], lambda *_: None)
     running = asyncio.create_task(manager.run(lambda _epoch: [], lambda *_: None))
     assert states() == ("ready", ["ready", "ready"])
+    prompt = array("i", [1]) * 20
+    manager.submit(Submission("r", prompt, Sampling(), max_tokens=9, reserve_tokens=9))
     async with asyncio.timeout(5):
         await pool.listens.wait()
         pool.starts.clear()
@@ -60,3 +68,8 @@ async def test_the_status_names_the_lost_instance_until_all_are_up_again():
         await pool.listens.wait()
     assert states() == ("ready", ["ready", "ready"])
     running.cancel()
+    counts = {"engine_restarts": 1, "requests_restarted": 1, "num_preemptions": 0}
+    for name, count in counts.items():
+        assert f'loongd:{name}_total{{engine="0",model_name="m"}} {count:.1f}' in (
+            metrics.render()[0].decode()
+        )

@@ -114,6 +114,8 @@ def test_pool_steps_and_elasticity():
     metrics.pool_audit(True)
     metrics.pool_audit(False)
     metrics.preempted()
+    metrics.engine_restarted()
+    metrics.requests_restarted(2)
     got = values(metrics)
     assert got["kv_cache_usage_perc",] == 0.25
     states = {
@@ -128,3 +130,5 @@ def test_pool_steps_and_elasticity():
     assert got["esp_scale_events_total", "down"] == 1
     assert got["kv_pool_audits_total", "mismatch"] == 1
     assert got["num_preemptions_total",] == 1
+    assert got["engine_restarts_total",] == 1
+    assert got["requests_restarted_total",] == 2
