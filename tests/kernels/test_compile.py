@@ -22,6 +22,7 @@ CASES = (
     ("float16:80:8:8@80", "float32:128:8:2@80", "bfloat16:256:8:4@80", "float32@80"),
 )
 KERNELS = {
+    "attend_shares",
     "merge_shares",
     "norm_rows",
     "silu_mul_rows",
