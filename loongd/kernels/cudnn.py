@@ -3,11 +3,11 @@
 Knows: what it costs. The fastest there is on Hopper (600 to 690 TFLOP/s), but every new pair of
 lengths takes 40 to 65 ms to plan (the first of a kind 1 s), once a thread. So causal squares are
 rounded up to a size with rows behind them that nobody asked for (`spare`), where they are alone and
-short; else down to one, with a rest (above `_EXACT` the plan is small beside the work). And
-queries over a prefix, whose length is new in every chunk of a prompt, are cut in both directions
-into pieces of few sizes (`pieces`): 30 pairs in all. What is left of the queries is padded to a
-piece where that is faster (`query_rows`); the caller does the rest another way. torch's
-variable-length form replans at every call (58 ms): unusable.
+short; else down to one, with a rest (above `_EXACT` the plan is small beside the work). Queries
+over a prefix, whose length is new in every chunk of a prompt, are cut in both directions into
+pieces of few sizes (`pieces`): 30 pairs in all. What is left of the queries is padded to a piece
+where that is faster (`query_rows`); the caller does the rest another way. torch's variable-length
+form replans at every call (58 ms): unusable.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ LEAST_QUERIES = 320
 are in Triton: it takes as long whatever is in it, and 512 rows at 600 TFLOP/s take as long as 341
 at 400; Triton needs more launches besides."""
 MOST_SPARE = 8192
-"""Tokens up to which a lone square is rounded up. It takes 0.92 to 1.0 of the time of its own plan
-so, and 0.65 to 0.87 with a rest; longer ones 0.77 to 0.93, and 0.88 to 0.95 with a rest (H200)."""
+"""Tokens up to which a lone square is rounded up. It reaches 0.92 to 1.0 of the rate of its own
+plan so, and 0.65 to 0.92 with a rest; longer ones 0.77 to 0.93, with a rest 0.88 to 0.95 (H200).
+"""
 _EXACT = 131072
 _STEPS = (128, 256)
 """Between planned sizes, from 1,024 and from 2,048 tokens on."""
