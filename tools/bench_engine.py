@@ -241,7 +241,8 @@ def run_rank(rank: int, setup: Setup, args: argparse.Namespace, directory: str) 
 
     def write() -> None:
         done = finished([row for _, row in measured], shape)
-        text = json.dumps({"start_s": harness.start_s, "rows": done})
+        attention = harness.runner.parts.backend.name
+        text = json.dumps({"attention": attention, "start_s": harness.start_s, "rows": done})
         Path(directory, "rows.json").write_text(text)
 
     for case in args.cases:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -34,6 +35,7 @@ from loongd.kernels import cudnn
 from loongd.kernels.attention import AttentionBackend, CudaFlashBackend, PoolSlots, Spans
 from loongd.kernels.fresh import Fresh
 from loongd.kernels.gpu import attend, draw, elementwise, merge, pool, sampling, skinny
+from loongd.kernels.libraries import Cudnn
 from loongd.kernels.triton_backend import TritonBackend, select_cuda_backend
 
 HEAD_DIM = 128
@@ -67,6 +69,7 @@ SQUARES: tuple[tuple[str, tuple[int, int], tuple[int, ...]], ...] = (
     ("mha 9300", MHA, (9300,)),
     ("mha 16K", MHA, (16384,)),
     ("gqa8 16K", GQA, (16384,)),
+    ("gqa8 64K", GQA, (65536,)),
     ("mha 64 x 128", MHA, (128,) * 64),
     ("mha 16 x 256..1216", MHA, tuple(range(256, 1280, 64))),
     ("mha 8 x 1K", MHA, (1024,) * 8),
@@ -112,18 +115,25 @@ def bench_pool(bench: Bench) -> None:
     k, v, slots = make_pool(POOL_KEYS, kv_heads)
     num_bytes = 2 * k.nbytes
     packed = k[slots], v[slots]
-    host = slots.cpu().numpy()
-    backend = select_cuda_backend(DEVICE, BF16, HEAD_DIM, SCALE)
+    scattered = PoolSlots((slots.cpu().numpy(),), DEVICE)
+    in_run = PoolSlots((np.arange(POOL_KEYS),), DEVICE)
+    backends = _libraries()
     for num_q in POOL_QUERIES:
         q = random(num_q, heads, HEAD_DIM)
         flop = 4.0 * heads * HEAD_DIM * num_q * POOL_KEYS
         ranges = ((0, num_q, 0, POOL_KEYS),)
         spans = Spans((num_q,), (POOL_KEYS,), DEVICE)
+        of_pool = (q, k, v)
         works: dict[str, Work] = {
-            f"over_pool {backend.name}": partial(
-                backend.over_pool, q, k, v, PoolSlots((host,), DEVICE), spans
-            ),
-            "extend": partial(attend.extend, q, k, v, slots, ranges, scale=SCALE),
+            **{
+                f"over_pool {one.name}": partial(one.over_pool, *of_pool, scattered, spans)
+                for one in backends
+            },
+            **{
+                f"over_pool {one.name}, in a run": partial(one.over_pool, *of_pool, in_run, spans)
+                for one in backends
+            },
+            "extend": partial(attend.extend, *of_pool, slots, ranges, scale=SCALE),
             "cudnn, packed keys": partial(cudnn.attention, q, *packed, scale=SCALE, causal=False),
         }
         # K and V are more than the cache: one set is enough
@@ -135,12 +145,16 @@ def _same(work: Work) -> Work:
     return work
 
 
+def _libraries() -> list[TritonBackend]:
+    """What is chosen here; and cuDNN, where that is another."""
+    chosen = select_cuda_backend(DEVICE, BF16, HEAD_DIM, SCALE)
+    library = Cudnn(SCALE)
+    with_cudnn = TritonBackend(SCALE, library, library)
+    return list({one.name: one for one in (chosen, with_cudnn)}.values())
+
+
 def bench_square(bench: Bench) -> None:
-    backends = (
-        select_cuda_backend(DEVICE, BF16, HEAD_DIM, SCALE),
-        TritonBackend(SCALE),
-        CudaFlashBackend(SCALE),
-    )
+    backends = (*_libraries(), TritonBackend(SCALE), CudaFlashBackend(SCALE))
     for name, heads, lens in SQUARES:
         flop = sum(2.0 * heads[0] * HEAD_DIM * n * n for n in lens)
         num_bytes = 2 * sum(lens) * sum(heads) * HEAD_DIM * 2

@@ -105,7 +105,8 @@ class PoolSlots:
 
 
 class Planned(Protocol):
-    """A library that takes longer to plan for a length than to compute."""
+    """What a library wants to know ahead, and of which lengths it wants squares: it may take longer
+    to plan for one than to compute it."""
 
     def ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
         """Plan for what serving will ask for; the fractions done."""
@@ -125,7 +126,7 @@ class AttentionBackend(Protocol):
 
     @property
     def planned(self) -> Planned | None:
-        """None where any length is as good."""
+        """None where squares are those of own kernels, or are not to be captured."""
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
@@ -316,6 +317,10 @@ class CudaFlashBackend:
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
+
+    def rehearsing(self) -> CudaFlashBackend:
+        """As `kernels.libraries.Square.rehearsing`: nothing of it takes long."""
+        return self
 
     def square_causal(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans

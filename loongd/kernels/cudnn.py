@@ -121,12 +121,10 @@ def plan_ahead(
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """This library as `kernels.attention.Planned`. Squares may be another's; with `rehearses`,
-    nothing is planned."""
+    """This library as `kernels.attention.Planned`; with `rehearses`, nothing is planned."""
 
     scale: float
     dtype: torch.dtype
-    squares: bool = True
     rehearses: bool = False
 
     def ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
@@ -137,11 +135,11 @@ class Plans:
 
     def spare(self, num_tokens: int) -> int:
         """As the function of this module."""
-        return spare(num_tokens) if self.squares else 0
+        return spare(num_tokens)
 
     def is_one_call(self, num_tokens: int) -> bool:
         """Planned lengths are; others take longer."""
-        return self.squares and 0 < aligned(num_tokens, LEAST_SQUARE) == num_tokens
+        return 0 < aligned(num_tokens, LEAST_SQUARE) == num_tokens
 
 
 def pieces(length: int, sizes: Sequence[int]) -> list[int]:

@@ -37,6 +37,7 @@ from loongd.kernels.gpu import (
 )
 from loongd.kernels.gpu.ahead import Compiling, Recording, Watch
 from loongd.kernels.partials import FloatPartials
+from loongd.kernels.libraries import Cudnn
 from loongd.kernels.triton_backend import TritonBackend
 from loongd.model import weights
 from loongd.model.arithmetic import Fast
@@ -139,7 +140,8 @@ def _fast() -> Fast:
 
 
 def _backend() -> TritonBackend:
-    return TritonBackend(SPEC.head_dim**-0.5, use_cudnn=True)
+    library = Cudnn(SPEC.head_dim**-0.5)
+    return TritonBackend(library.scale, library, library)
 
 
 def _runners() -> list[Runner]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from loongd.kernels import cudnn, reference, triton_backend
 from loongd.kernels.attention import CudaFlashBackend, PoolSlots, Spans
+from loongd.kernels.libraries import Cudnn
 from loongd.kernels.spare import linear_with_spare, new_rows, with_spare
 from loongd.kernels.triton_backend import TritonBackend
 from loongd.model.llama import LINEAR_CHUNK_TOKENS
@@ -39,6 +40,7 @@ def small_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         return reference.extend(q_TNH, k_TKH, v_TKH, None, one, scale=scale, causal=causal)
 
     monkeypatch.setattr(cudnn, "attention", attention)
+    monkeypatch.setattr(triton_backend, "MAX_DECODE_ROWS", 16)
     for name in ("LEAST_SQUARE", "LEAST_SQUARE_OF_MANY"):
         monkeypatch.setattr(cudnn, name, 64)
     monkeypatch.setattr(cudnn, "_STEPS", (64, 64))
@@ -46,6 +48,11 @@ def small_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     monkeypatch.setattr(cudnn, "LEAST_QUERIES", 20)
     monkeypatch.setattr(cudnn, "KEY_SIZES", (128, 64))
     return calls
+
+
+def of_cudnn(scale: float) -> TritonBackend:
+    library = Cudnn(scale)
+    return TritonBackend(scale, library, library)
 
 
 def check_over_pool(
@@ -85,7 +92,7 @@ def test_over_pool_long(
     device: torch.device, small_cudnn: list[tuple[int, int, bool]], gap_at: int | None
 ) -> None:
     """Pieces by cuDNN, as views where their slots are a run, odd queries and keys by Triton."""
-    backend = TritonBackend(0.125, use_cudnn=True)
+    backend = of_cudnn(0.125)
     check_over_pool(backend, device, (70, 100, 3, 65), (33, 330, 40, 64), gap_at=gap_at)
     of_second = [(rows, keys, False) for keys in (128, 128, 64) for rows in (64, 32)]
     assert small_cudnn == [*of_second, (64, 64, False)]
@@ -123,7 +130,7 @@ def test_queries_that_are_left_over_fill_a_padded_piece(
     """Few that are left go to Triton, and with whole pieces of keys it has nothing else to do."""
     for num_k, keys in ((64, [64]), (129, [128]), (192, [128, 64])):
         check_over_pool(
-            TritonBackend(0.125, use_cudnn=True),
+            of_cudnn(0.125),
             device,
             (num_q,),
             (num_k,),
@@ -138,7 +145,7 @@ def test_padded_pieces_beside_other_spans(
     device: torch.device, small_cudnn: list[tuple[int, int, bool]]
 ) -> None:
     """Each row has its own span's result, and none that is dropped reaches a neighbour."""
-    backend = TritonBackend(0.125, use_cudnn=True)
+    backend = of_cudnn(0.125)
     q_lens, k_lens = (21, 2, 52, 30, 90, 24), (130, 70, 64, 0, 257, 63)
     for heads in ((3, 3), (6, 1)):
         check_over_pool(backend, device, q_lens, k_lens, heads=heads)
@@ -162,7 +169,7 @@ def test_a_long_span_is_one_launch_of_own_kernels(
         return extend(*args, **options)
 
     monkeypatch.setattr(triton_backend, "extend", counting)
-    backend = TritonBackend(0.125, use_cudnn=True)
+    backend = of_cudnn(0.125)
     check_over_pool(backend, device, (70,), (135,))
     assert launched == [((0, 64, 128, 135), (64, 70, 0, 135))]
     launched.clear()
@@ -191,7 +198,7 @@ def test_a_rehearsal_launches_the_same_and_calls_no_library(
     monkeypatch.setattr(cudnn, "attention", by_head)
     p = make_problem((90,), (135,), heads=(6, 2), head_dim=64, dtype=FULL, device=device)
     slots = PoolSlots((p.slots.cpu().numpy().astype(np.int64),), device)
-    backend = TritonBackend(p.scale, use_cudnn=True)
+    backend = of_cudnn(p.scale)
     for one in (backend, backend.rehearsing()):
         one.over_pool(p.q, p.k, p.v, slots, Spans((90,), (135,), device))
     assert small_cudnn == [(64, 128, False), (32, 128, False)]
@@ -217,7 +224,7 @@ def test_square_causal(
 ) -> None:
     p = make_problem(lens, lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
     k, v = p.k[p.slots], p.v[p.slots]
-    backend = TritonBackend(p.scale, use_cudnn=use_cudnn)
+    backend = of_cudnn(p.scale) if use_cudnn else TritonBackend(p.scale)
     with poisoned():
         out, lse = backend.square_causal(p.q, k, v, Spans(tuple(lens), tuple(lens), device))
     doubled = (x.double().cpu() for x in (p.q, k, v))
@@ -236,7 +243,7 @@ def test_squares_between_rows_that_have_no_partner(
     q_lens, k_lens = (1, 70, 0, 1, 1, 5, 0), (0, 70, 1, 0, 0, 5, 2)
     p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
     k, v = p.k[p.slots], p.v[p.slots]
-    backend = TritonBackend(p.scale, use_cudnn=use_cudnn)
+    backend = of_cudnn(p.scale) if use_cudnn else TritonBackend(p.scale)
     with poisoned():
         out, lse = backend.square_causal(p.q, k, v, Spans(q_lens, k_lens, device))
     doubled = (x.double().cpu() for x in (p.q, k, v))
@@ -253,7 +260,7 @@ def test_a_lone_square_with_rows_behind_it(
 ) -> None:
     """One call of a planned length; what it computes of the rows behind is dropped."""
     p = make_problem((length,), (length,), heads=(6, 2), head_dim=64, dtype=FULL, device=device)
-    backend = TritonBackend(p.scale, use_cudnn=True)
+    backend = of_cudnn(p.scale)
     assert backend.planned is not None
     spare = backend.planned.spare(length)
     assert spare == 128 - length
@@ -273,18 +280,16 @@ def test_a_lone_square_with_rows_behind_it(
 
 
 def test_what_is_planned_for() -> None:
-    """Squares of another library need no rows behind them and are not captured; a rehearsal plans
+    """Squares of torch's flash need no rows behind them and are not captured; a rehearsal plans
     nothing."""
-    plans = TritonBackend(1.0, use_cudnn=True).planned
+    plans = of_cudnn(1.0).planned
     assert plans is not None
     assert [plans.is_one_call(n) for n in (0, 896, 1000, 1024, 1152, 1200, 2304)] == [
         *(False, False, False, True, True, False, True)
     ]
-    others = TritonBackend(1.0, use_cudnn=True, square=CudaFlashBackend(1.0)).planned
-    assert others is not None
-    assert not others.is_one_call(1024)
-    assert others.spare(1100) == 0 < plans.spare(1100)
-    rehearsing = TritonBackend(1.0, use_cudnn=True).rehearsing().planned
+    assert plans.spare(1100) > 0
+    assert TritonBackend(1.0, CudaFlashBackend(1.0)).planned is None
+    rehearsing = of_cudnn(1.0).rehearsing().planned
     assert rehearsing is not None
     assert list(rehearsing.ahead(4, 2, 64)) == []
 
@@ -336,7 +341,7 @@ def test_square_in_the_type_of_queries(
     for lens in ((128,), (100,), (64, 5)):
         p = make_problem(lens, lens, heads=(4, 2), head_dim=64, dtype=torch.float16, device=device)
         k, v = p.k[p.slots], p.v[p.slots]
-        backend = TritonBackend(p.scale, use_cudnn=True)
+        backend = of_cudnn(p.scale)
         with poisoned():
             out, lse = backend.square_causal(p.q, k, v, Spans(lens, lens, device))
         doubled = (x.double().cpu() for x in (p.q, k, v))
@@ -349,7 +354,7 @@ def test_square_in_the_type_of_queries(
 
 def test_names() -> None:
     assert TritonBackend(1.0).name == "triton"
-    assert TritonBackend(1.0, use_cudnn=True).name == "triton+cudnn"
+    assert of_cudnn(1.0).name == "triton+cudnn"
 
 
 @pytest.mark.parametrize("sizes", [cudnn.QUERY_SIZES, cudnn.KEY_SIZES], ids=str)

@@ -7,7 +7,7 @@ import torch
 from kernel_kit import Problem, assert_close, make_problem, poisoned
 from torch import Tensor
 
-from loongd.kernels import cudnn, reference
+from loongd.kernels import reference
 from loongd.kernels.attention import PoolSlots, Spans, select_backend
 from loongd.kernels.gpu import attend, elementwise, merge, pool, sampling
 from loongd.kernels.gpu.plan import extend_tiling, tile_table
@@ -233,7 +233,8 @@ def test_lone_square(device: torch.device, length: int, heads: tuple[int, int]) 
     """As prompts have it: values beside queries and keys, rows behind them, of which those of the
     queries are anything."""
     backend = select_backend(device, torch.bfloat16, 128, 128**-0.5)
-    spare, (num_heads, num_kv_heads) = cudnn.spare(length), heads
+    assert backend.planned is not None
+    spare, (num_heads, num_kv_heads) = backend.planned.spare(length), heads
     size = torch.Size((length, num_heads + 2 * num_kv_heads, 128))
     q, k, qkv = (
         new_rows(torch.empty(0, dtype=torch.bfloat16, device=device), shape, spare).normal_()

@@ -1,0 +1,217 @@
+"""The flash-attn package, when it can be imported: attention of squares and of pieces of any size.
+
+Knows: its modules and interfaces, and what is worth a call. Does not know: the pool.
+
+Version 3 is the fastest there is on Hopper, and plans nothing: on an H200 squares take 0.82 to 0.93
+of cuDNN's time, packed short ones 0.6 to 0.7 of an own kernel's (ARCHITECTURE, decision 65). Its
+authors publish no wheel; `fa3-fwd` is a build of its forward half for bfloat16.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from loongd.kernels.attention import Planned, Spans
+from loongd.kernels.libraries import Cut, state_by_head
+
+_log = logging.getLogger(__name__)
+
+LEAST_SCORES = 16 << 20
+"""Scores of a span over the pool (queries x keys x heads) from which flash-attn 3 saves more (up to
+a third of an own kernel's time) than a launch of its own costs beside other spans."""
+LEAST_COPIED_ROWS = 768
+"""Rows (queries x heads of a group) from which it saves more than it costs to copy keys that do not
+lie in one run (H200, 4 heads of a group over 32K: 256 queries take 285 us instead of 331; without
+a copy 229, and 64 queries 66 instead of 98)."""
+MOST_COPIED = 65536
+"""Keys that are copied at a time."""
+_LEAST_CAPTURED = 256
+"""Tokens of a lone prompt from which a graph of its own is worth it: 14 us a layer instead of 32
+for 512, 8.4 instead of 10 for 128."""
+_THIRD = ("flash_attn_interface", "fa3_fwd_interface")
+"""Modules of version 3: as its authors build it, and as the wheel `fa3-fwd` has it."""
+_SECOND = ("flash_attn",)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttn2:
+    """flash-attn before Hopper: squares. `packed` is its `flash_attn_varlen_func`."""
+
+    scale: float
+    packed: Callable[..., tuple[Tensor, ...]]
+    rehearses: bool = False
+
+    @property
+    def name(self) -> str:
+        return "flash-attn"
+
+    @property
+    def planned(self) -> None:
+        return None
+
+    def rehearsing(self) -> FlashAttn2:
+        return replace(self, rehearses=True)
+
+    def square_causal(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        if self.rehearses:
+            return state_by_head(q_TNH)
+        return _packed_squares(self.packed, self.scale, (q_TNH, k_TKH, v_TKH), spans)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttn3:
+    """flash-attn on Hopper: squares, and pieces of any size.
+
+    `packed` and `one` are its `flash_attn_varlen_func` and `flash_attn_func`.
+    """
+
+    scale: float
+    packed: Callable[..., tuple[Tensor, ...]]
+    one: Callable[..., tuple[Tensor, ...]]
+    rehearses: bool = False
+
+    @property
+    def name(self) -> str:
+        return "flash-attn-3"
+
+    @property
+    def planned(self) -> Planned:
+        return AnyLength()
+
+    def rehearsing(self) -> FlashAttn3:
+        return replace(self, rehearses=True)
+
+    def attention(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.rehearses:
+            return state_by_head(q_TNH)
+        out_1TNH, lse_1NT, *_ = self.one(
+            q_TNH[None],
+            k_TKH[None],
+            v_TKH[None],
+            softmax_scale=self.scale,
+            causal=causal,
+            # 0: as many as fill the device, without which few queries take six times as long
+            num_splits=int(causal),
+            return_attn_probs=True,
+        )
+        return out_1TNH[0], lse_1NT[0].transpose(0, 1)
+
+    def square_causal(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, Tensor]:
+        if self.rehearses:
+            return state_by_head(q_TNH)
+        if len(spans.ranges) == 1 and 0 < spans.q_lens[0] == spans.k_lens[0]:
+            return self.attention(q_TNH, k_TKH, v_TKH, causal=True)
+        return _packed_squares(self.packed, self.scale, (q_TNH, k_TKH, v_TKH), spans)
+
+    def cut(self, num_q: int, num_k: int, heads: tuple[int, int], *, in_run: bool) -> Cut | None:
+        num_heads, num_kv_heads = heads
+        if num_q * num_k * num_heads < LEAST_SCORES:
+            return None
+        if in_run:
+            return Cut((num_q,), (num_k,))
+        if num_q * (num_heads // num_kv_heads) < LEAST_COPIED_ROWS:
+            return None
+        whole, rest = divmod(num_k, MOST_COPIED)
+        return Cut((num_q,), (MOST_COPIED,) * whole + (rest,) * (rest > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class AnyLength:
+    """A library that plans nothing, so that any length is one call."""
+
+    def ahead(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[float]:
+        del num_heads, num_kv_heads, head_dim
+        return ()
+
+    def spare(self, num_tokens: int) -> int:
+        del num_tokens
+        return 0
+
+    def is_one_call(self, num_tokens: int) -> bool:
+        return num_tokens >= _LEAST_CAPTURED
+
+
+def find_flash_3(
+    device: torch.device, dtype: torch.dtype, head_dim: int, scale: float
+) -> FlashAttn3 | None:
+    """Version 3, if it is there and works for this device, type and head size: builds differ in
+    what they leave out."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+
+    def load(module: Any) -> FlashAttn3:
+        return FlashAttn3(scale, module.flash_attn_varlen_func, module.flash_attn_func)
+
+    return _first_that_works(_THIRD, load, torch.zeros(64, 1, head_dim, dtype=dtype, device=device))
+
+
+def find_flash_2(
+    device: torch.device, dtype: torch.dtype, head_dim: int, scale: float
+) -> FlashAttn2 | None:
+    """The same of version 2."""
+
+    def load(module: Any) -> FlashAttn2:
+        return FlashAttn2(scale, module.flash_attn_varlen_func)
+
+    x = torch.zeros(64, 1, head_dim, dtype=dtype, device=device)
+    return _first_that_works(_SECOND, load, x)
+
+
+_Flash = TypeVar("_Flash", FlashAttn2, FlashAttn3)
+
+
+def _first_that_works(
+    modules: Sequence[str], load: Callable[[Any], _Flash], x: Tensor
+) -> _Flash | None:
+    """Of the modules that are installed: tries it once, with small inputs."""
+    for module in modules:
+        if find_spec(module) is None:
+            continue
+        try:
+            found = load(import_module(module))
+            found.square_causal(x, x, x, Spans((len(x),), (len(x),), x.device))
+        except (ImportError, AttributeError, OSError, RuntimeError, TypeError) as error:
+            _log.warning("%s is installed, but does not work here: %s", module, error)
+            continue
+        return found
+    return None
+
+
+def _packed_squares(
+    packed: Callable[..., tuple[Tensor, ...]],
+    scale: float,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    spans: Spans,
+) -> tuple[Tensor, Tensor]:
+    """As `Square.square_causal`, all spans in one launch of `flash_attn_varlen_func`."""
+    if not any(spans.k_lens):
+        out_TNH, lse_TN = state_by_head(qkv[0])
+        return out_TNH.zero_(), lse_TN.fill_(-torch.inf)
+    out_TNH, lse_NT, *_ = packed(
+        *qkv,
+        spans.cu_q,
+        spans.cu_k,
+        max(spans.q_lens),
+        max(spans.k_lens),
+        softmax_scale=scale,
+        causal=True,
+        return_attn_probs=True,
+    )
+    lse_TN = lse_NT.transpose(0, 1)
+    if not all(spans.k_lens):  # some versions mark a query without keys by +inf
+        lse_TN = lse_TN.masked_fill(lse_TN == torch.inf, -torch.inf)
+    return out_TNH, lse_TN

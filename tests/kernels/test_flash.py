@@ -1,0 +1,432 @@
+"""flash-attn: what is asked of it, which build is taken, and that results are right."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_kit import Problem, assert_close, make_problem, poisoned
+from torch import Tensor
+
+from loongd.kernels import cudnn, flash, reference, triton_backend
+from loongd.kernels.attention import CudaFlashBackend, PoolSlots, Spans
+from loongd.kernels.flash import FlashAttn2, FlashAttn3, find_flash_2, find_flash_3
+from loongd.kernels.libraries import Cudnn
+from loongd.kernels.triton_backend import TritonBackend, select_cuda_backend
+
+FULL = torch.float32
+CPU = torch.device("cpu")
+Call = tuple[str, int, int, bool]
+"""Of which function, queries, keys, causal."""
+
+
+class Package:
+    """Stands in for the package; its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.splits: list[int] = []
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        return_attn_probs: bool,
+    ) -> tuple[Tensor, Tensor]:
+        assert return_attn_probs
+        self.calls.append(("packed", len(q), len(k), causal))
+        assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+        pairs = (x.tolist() for x in (cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]))
+        ranges = tuple(zip(*pairs, strict=True))
+        out, lse = reference.extend(q, k, v, None, ranges, scale=softmax_scale, causal=causal)
+        return out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous()
+
+    def flash_attn_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        num_splits: int,
+        return_attn_probs: bool,
+    ) -> tuple[Tensor, Tensor]:
+        assert return_attn_probs
+        assert len(q) == len(k) == len(v) == 1
+        self.calls.append(("one", q.shape[1], k.shape[1], causal))
+        self.splits.append(num_splits)
+        one = ((0, q.shape[1], 0, k.shape[1]),)
+        found = reference.extend(q[0], k[0], v[0], None, one, scale=softmax_scale, causal=causal)
+        return found[0].to(q.dtype)[None], found[1].T.contiguous()[None]
+
+
+def third(scale: float) -> tuple[FlashAttn3, Package]:
+    package = Package()
+    return FlashAttn3(scale, package.flash_attn_varlen_func, package.flash_attn_func), package
+
+
+def second(scale: float) -> tuple[FlashAttn2, Package]:
+    package = Package()
+    return FlashAttn2(scale, package.flash_attn_varlen_func), package
+
+
+def check_squares(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    *,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    p = make_problem(q_lens, k_lens, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
+    k, v = p.k[p.slots], p.v[p.slots]
+    with poisoned():
+        out, lse = attend(p.q, k, v, Spans(tuple(q_lens), tuple(k_lens), device))
+    doubled = (x.double() for x in (p.q, k, v))
+    expected = reference.extend(*doubled, None, p.ranges, scale=p.scale, causal=True)
+    assert_close(out, expected[0], dtype)
+    assert_close(lse, expected[1], dtype)
+
+
+def check_over_pool(
+    backend: TritonBackend, p: Problem, gap_at: int | None, dtype: torch.dtype
+) -> None:
+    """With `gap_at` the slots are a run but for a gap at that key; None leaves them as they are."""
+    device = p.q.device
+    if gap_at is not None:
+        at = torch.arange(len(p.slots), device=device)
+        at[gap_at:] += 1
+        k, v = p.k[p.slots], p.v[p.slots]
+        for pool, rows in ((p.k, k), (p.v, v)):
+            pool.fill_(torch.nan)
+            pool[at] = rows
+        p.slots = at
+    host = p.slots.cpu().numpy().astype(np.int64)
+    slots = PoolSlots(tuple(host[k0:k1] for _, _, k0, k1 in p.ranges), device)
+    lens = ((q1 - q0, k1 - k0) for q0, q1, k0, k1 in p.ranges)
+    q_lens, k_lens = zip(*lens, strict=True)
+    with poisoned():
+        out, lse = backend.over_pool(p.q, p.k, p.v, slots, Spans(q_lens, k_lens, device))
+    doubled = (x.double() for x in (p.q, p.k, p.v))
+    expected = reference.extend(*doubled, p.slots, p.ranges, scale=p.scale)
+    assert_close(out, expected[0], dtype)
+    assert_close(lse, expected[1], dtype)
+
+
+SQUARES: list[tuple[tuple[int, ...], tuple[int, ...], str | None]] = [
+    ((70,), (70,), "one"),
+    ((5, 1, 64), (5, 1, 64), "packed"),
+    ((1, 70, 0, 1, 1, 5, 0), (0, 70, 1, 0, 0, 5, 2), "packed"),
+    ((1,), (0,), None),
+    ((1, 1), (0, 0), None),
+]
+
+
+@pytest.mark.parametrize("version", [second, third])
+@pytest.mark.parametrize(("q_lens", "k_lens", "function"), SQUARES, ids=str)
+def test_squares(
+    version: Callable[[float], tuple[FlashAttn2 | FlashAttn3, Package]],
+    q_lens: tuple[int, ...],
+    k_lens: tuple[int, ...],
+    function: str | None,
+) -> None:
+    """One launch; where a query has no key the output is 0 and its log-sum-exp -inf."""
+    library, package = version(64**-0.5)
+    backend = TritonBackend(library.scale, library)
+    check_squares(
+        backend.square_causal, q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=CPU
+    )
+    if version is second and function == "one":
+        function = "packed"
+    expected = [(function, sum(q_lens), sum(k_lens), True)] if function else []
+    assert package.calls == expected
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is worth a call is small, and so is what is copied at a time."""
+    monkeypatch.setattr(flash, "LEAST_SCORES", 20 * 60 * 6)
+    monkeypatch.setattr(flash, "LEAST_COPIED_ROWS", 90)
+    monkeypatch.setattr(flash, "MOST_COPIED", 128)
+    monkeypatch.setattr(triton_backend, "MAX_DECODE_ROWS", 16)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("gap_at", [None, 0, 300])
+def test_over_pool(device: torch.device, gap_at: int | None) -> None:
+    """Keys in one run are read where they lie, others copied if there are queries enough; what is
+    not worth a call is left to own kernels."""
+    q_lens, k_lens = (29, 30, 2, 20, 19, 4), (60, 330, 500, 60, 60, 0)
+    p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+    library, package = third(p.scale)
+    check_over_pool(TritonBackend(p.scale, library, library), p, gap_at, FULL)
+    short, long = [("one", 29, 60, False)], [("one", 30, 330, False)]
+    in_parts = [("one", 30, keys, False) for keys in (128, 128, 74)]
+    last = [("one", 20, 60, False)]
+    expected = {None: in_parts, 0: [*short, *long, *last], 300: [*short, *in_parts, *last]}
+    assert package.calls == expected[gap_at]
+    assert set(package.splits) == {0}
+
+
+def test_what_is_worth_a_call() -> None:
+    library, _ = third(1.0)
+    grouped, plain = (32, 8), (32, 32)
+    for heads, least in ((grouped, 192), (plain, 768)):
+        for num_q in (1, least - 1, least, 5000):
+            assert (library.cut(num_q, 100_000, heads, in_run=False) is None) == (num_q < least)
+        assert library.cut(64, 8192, heads, in_run=True) is not None
+        assert library.cut(64, 8191, heads, in_run=True) is None
+        assert library.cut(5000, 0, heads, in_run=True) is None
+    whole = library.cut(1000, 200_000, grouped, in_run=True)
+    parts = library.cut(1000, 200_000, grouped, in_run=False)
+    assert whole is not None
+    assert parts is not None
+    assert whole.queries == parts.queries == (1000,)
+    assert whole.keys == (200_000,)
+    assert parts.keys == (65536, 65536, 65536, 3392)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_rehearsal_calls_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """... but has results of the same sizes and strides."""
+    merged: list[tuple[Any, ...]] = []
+
+    def noting(*states: Tensor) -> None:
+        merged.append(tuple((x.shape, x.stride(), x.dtype) for x in states))
+
+    monkeypatch.setattr(triton_backend, "merge_state_", noting)
+    p = make_problem((40,), (300,), heads=(6, 2), head_dim=64, dtype=FULL, device=CPU)
+    slots = PoolSlots((p.slots.numpy().astype(np.int64),), CPU)
+    library, package = third(p.scale)
+    backend = TritonBackend(p.scale, library, library)
+    squares = []
+    for one in (backend, backend.rehearsing()):
+        one.over_pool(p.q, p.k, p.v, slots, Spans((40,), (300,), CPU))
+        out, lse = one.square_causal(p.q, p.k[:40], p.v[:40], Spans((40,), (40,), CPU))
+        squares.append((out.shape, out.stride(), out.dtype, lse.shape, lse.stride(), lse.dtype))
+    assert len(package.calls) == 4
+    assert len(merged) == 4
+    assert merged[:2] == merged[2:]
+    assert squares[0] == squares[1]
+    old, _ = second(p.scale)
+    for library_2 in (old, old.rehearsing()):
+        out, lse = library_2.square_causal(p.q, p.k[:40], p.v[:40], Spans((40,), (40,), CPU))
+        assert (out.stride(), lse.stride()) == (squares[0][1], squares[0][4])
+
+
+def test_any_length_is_one_call() -> None:
+    planned = TritonBackend(1.0, third(1.0)[0]).planned
+    assert planned is not None
+    assert list(planned.ahead(8, 2, 64)) == []
+    assert planned.spare(1100) == planned.spare(64) == 0
+    assert [planned.is_one_call(n) for n in (16, 128, 255, 256, 1000, 1100)] == [
+        *(False, False, False, True, True, True)
+    ]
+    assert TritonBackend(1.0, second(1.0)[0]).planned is None
+
+
+# ---- which one is taken -----------------------------------------------------------------------
+
+
+class _Module(ModuleType):
+    """A module of the package."""
+
+    def __init__(self, name: str, package: Package | None = None, **functions: Any) -> None:
+        super().__init__(name)
+        self.__spec__ = object()  # type: ignore[assignment]
+        if package is not None:
+            self.flash_attn_varlen_func = package.flash_attn_varlen_func
+            self.flash_attn_func = package.flash_attn_func
+        vars(self).update(functions)
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, *modules: _Module, capability: int = 9) -> None:
+    for name in ("flash_attn_interface", "fa3_fwd_interface", "flash_attn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(flash, "find_spec", sys.modules.get)
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+
+
+ARGS = (CPU, torch.bfloat16, 64, 0.125)
+
+
+def _fails(*_: Any, **__: Any) -> None:
+    raise RuntimeError("This flash attention build does not support it.")
+
+
+@pytest.mark.parametrize("name", ["flash_attn_interface", "fa3_fwd_interface"])
+def test_version_3_is_tried_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    package = Package()
+    _install(monkeypatch, _Module(name, package))
+    found = find_flash_3(*ARGS)
+    assert found is not None
+    assert found.name == "flash-attn-3"
+    assert found.scale == 0.125
+    assert package.calls == [("one", 64, 64, True)]
+    for capability in (8, 10, 12):
+        _install(monkeypatch, _Module(name, package), capability=capability)
+        assert find_flash_3(*ARGS) is None
+    assert find_flash_2(*ARGS) is None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        _Module("flash_attn_interface"),
+        _Module("flash_attn_interface", Package(), flash_attn_func=_fails),
+        _Module("flash_attn_interface", Package(), flash_attn_func=lambda q, k, v: (q, k, v)),
+    ],
+    ids=["empty", "without this type", "another interface"],
+)
+def test_a_build_that_does_not_work_is_told_and_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: _Module
+) -> None:
+    package = Package()
+    _install(monkeypatch, broken, _Module("fa3_fwd_interface", package))
+    with caplog.at_level(logging.WARNING):
+        found = find_flash_3(*ARGS)
+    assert found is not None
+    assert found.one == package.flash_attn_func
+    assert "flash_attn_interface is installed, but does not work here" in caplog.text
+    caplog.clear()
+    _install(monkeypatch, broken)
+    assert find_flash_3(*ARGS) is None
+
+
+def test_the_fastest_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 3, cuDNN, flash-attn 2, and before Hopper torch's own; none in float32."""
+    modules = _Module("fa3_fwd_interface", Package()), _Module("flash_attn", Package())
+    works = {"cudnn": True}
+    monkeypatch.setattr(cudnn, "is_available", lambda *_: works["cudnn"])
+
+    def chosen(*installed: _Module, capability: int = 9) -> str:
+        _install(monkeypatch, *installed, capability=capability)
+        return select_cuda_backend(*ARGS).name
+
+    assert chosen(*modules) == "triton+flash-attn-3"
+    assert chosen(modules[1]) == "triton+cudnn"
+    assert select_cuda_backend(CPU, FULL, 64, 0.125).name == "triton"
+    works["cudnn"] = False
+    assert chosen(*modules, capability=8) == "triton+flash-attn"
+    assert chosen(capability=8) == f"triton+{CudaFlashBackend.name}"
+    assert chosen() == "triton"
+
+
+# ---- on a GPU ---------------------------------------------------------------------------------
+
+
+def _real(dtype: torch.dtype, head_dim: int) -> FlashAttn3:
+    found = find_flash_3(torch.device("cuda"), dtype, head_dim, head_dim**-0.5)
+    if found is None:
+        pytest.skip("no flash-attn 3 for this here")
+    return found
+
+
+MODELS = [((32, 8), 128), ((8, 8), 128), ((9, 3), 64), ((28, 4), 96), ((8, 4), 256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), MODELS, ids=str)
+def test_real_squares(
+    device: torch.device, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
+    backend = TritonBackend(head_dim**-0.5, _real(dtype, head_dim))
+    ring = ((1, 700, 0, 1, 5, 0), (0, 700, 1, 0, 5, 2))
+    for q_lens, k_lens in (((5003,),) * 2, ((64, 1, 0, 1300),) * 2, ring, ((1, 1), (0, 0))):
+        check_squares(
+            backend.square_causal,
+            q_lens,
+            k_lens,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gap_at", [None, 0, 5010])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), MODELS, ids=str)
+def test_real_pieces(
+    device: torch.device,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    gap_at: int | None,
+) -> None:
+    library = _real(dtype, head_dim)
+    q_lens, k_lens = (700, 1, 90, 2000, 65, 900), (5003, 40, 7000, 2100, 70_001, 100)
+    p = make_problem(q_lens, k_lens, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
+    check_over_pool(TritonBackend(p.scale, library, library), p, gap_at, dtype)
+
+
+@pytest.mark.gpu
+def test_a_real_square_in_a_graph(device: torch.device) -> None:
+    """Captured once, right for other inputs, and the same as by launches."""
+    library = _real(torch.bfloat16, 128)
+    q, k, v = (torch.zeros(512, n, 128, dtype=torch.bfloat16, device=device) for n in (32, 8, 8))
+    spans = Spans((512,), (512,), device)
+    library.square_causal(q, k, v, spans)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = library.square_causal(q, k, v, spans)
+    for _ in range(2):
+        for x in (q, k, v):
+            x.normal_()
+        for x in (out, lse):
+            x.fill_(torch.nan)
+        graph.replay()
+        launched = library.square_causal(q, k, v, spans)
+        assert torch.equal(out, launched[0])
+        assert torch.equal(lse, launched[1])
+
+
+@pytest.mark.gpu
+def test_cudnn_beside_it(device: torch.device) -> None:
+    """The other library, where this one is chosen."""
+    if not cudnn.is_available(device, torch.bfloat16, 128):
+        pytest.skip("no cuDNN")
+    library = Cudnn(128**-0.5)
+    backend = TritonBackend(library.scale, library, library)
+    for gap_at in (None, 0):
+        p = make_problem(
+            (700, 1, 2000, 400),
+            (5003, 40, 2100, 4096),
+            heads=(8, 2),
+            head_dim=128,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        check_over_pool(backend, p, gap_at, torch.bfloat16)
+    for lens in ((5003,), (1024, 2300, 5)):
+        check_squares(
+            backend.square_causal,
+            lens,
+            lens,
+            heads=(8, 2),
+            head_dim=128,
+            dtype=torch.bfloat16,
+            device=device,
+        )
