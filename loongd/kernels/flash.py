@@ -2,9 +2,11 @@
 
 Knows: its modules and interfaces, and what is worth a call. Does not know: the pool.
 
-Version 3 is the fastest there is on Hopper, and plans nothing: on an H200 squares take 0.82 to 0.93
-of cuDNN's time, packed short ones 0.6 to 0.7 of an own kernel's (ARCHITECTURE, decision 65). Its
-authors publish no wheel; `fa3-fwd` is a build of its forward half for bfloat16.
+Version 3 is the fastest there is on Hopper, and plans nothing: on an H200 squares take 0.76 to 0.9
+of cuDNN's time, packed short ones 0.56 to 0.71 of an own kernel's (ARCHITECTURE, decision 65). PyPI
+has no wheel of its authors; `fa3-fwd` is a build of its forward half for bfloat16. It is called by
+its operator: its Python functions are made for training, and their first call imports torch's
+compiler (5 s).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,17 +38,18 @@ MOST_COPIED = 65536
 _LEAST_CAPTURED = 256
 """Tokens of a lone prompt from which a graph of its own is worth it: 14 us a layer instead of 32
 for 512, 8.4 instead of 10 for 128."""
-_THIRD = ("flash_attn_interface", "fa3_fwd_interface")
-"""Modules of version 3: as its authors build it, and as the wheel `fa3-fwd` has it."""
+_THIRD = ("flash_attn_3", "fa3_fwd")
+"""Packages of version 3, and the namespaces of their operators: as its authors build it, and as the
+wheel `fa3-fwd` has it."""
 _SECOND = ("flash_attn",)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashAttn2:
-    """flash-attn before Hopper: squares. `packed` is its `flash_attn_varlen_func`."""
+    """flash-attn before Hopper: squares. `varlen` is its `flash_attn_varlen_func`."""
 
     scale: float
-    packed: Callable[..., tuple[Tensor, ...]]
+    varlen: Callable[..., tuple[Tensor, ...]]
     rehearses: bool = False
 
     @property
@@ -65,19 +68,31 @@ class FlashAttn2:
     ) -> tuple[Tensor, Tensor]:
         if self.rehearses:
             return state_by_head(q_TNH)
-        return _packed_squares(self.packed, self.scale, (q_TNH, k_TKH, v_TKH), spans)
+        return _packed_squares(self._packed, (q_TNH, k_TKH, v_TKH), spans)
+
+    def _packed(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, ...]:
+        return self.varlen(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            spans.cu_q,
+            spans.cu_k,
+            max(spans.q_lens),
+            max(spans.k_lens),
+            softmax_scale=self.scale,
+            causal=True,
+            return_attn_probs=True,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class FlashAttn3:
-    """flash-attn on Hopper: squares, and pieces of any size.
-
-    `packed` and `one` are its `flash_attn_varlen_func` and `flash_attn_func`.
-    """
+    """flash-attn on Hopper: squares, and pieces of any size. `fwd` is its operator."""
 
     scale: float
-    packed: Callable[..., tuple[Tensor, ...]]
-    one: Callable[..., tuple[Tensor, ...]]
+    fwd: Callable[..., tuple[Tensor, ...]]
     rehearses: bool = False
 
     @property
@@ -96,15 +111,14 @@ class FlashAttn3:
     ) -> tuple[Tensor, Tensor]:
         if self.rehearses:
             return state_by_head(q_TNH)
-        out_1TNH, lse_1NT, *_ = self.one(
+        out_1TNH, lse_1NT, *_ = self.fwd(
             q_TNH[None],
             k_TKH[None],
             v_TKH[None],
             softmax_scale=self.scale,
-            causal=causal,
+            is_causal=causal,
             # 0: as many as fill the device, without which few queries take six times as long
             num_splits=int(causal),
-            return_attn_probs=True,
         )
         return out_1TNH[0], lse_1NT[0].transpose(0, 1)
 
@@ -115,7 +129,23 @@ class FlashAttn3:
             return state_by_head(q_TNH)
         if len(spans.ranges) == 1 and 0 < spans.q_lens[0] == spans.k_lens[0]:
             return self.attention(q_TNH, k_TKH, v_TKH, causal=True)
-        return _packed_squares(self.packed, self.scale, (q_TNH, k_TKH, v_TKH), spans)
+        return _packed_squares(self._packed, (q_TNH, k_TKH, v_TKH), spans)
+
+    def _packed(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: Spans
+    ) -> tuple[Tensor, ...]:
+        return self.fwd(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            cu_seqlens_q=spans.cu_q,
+            cu_seqlens_k=spans.cu_k,
+            max_seqlen_q=max(spans.q_lens),
+            max_seqlen_k=max(spans.k_lens),
+            softmax_scale=self.scale,
+            is_causal=True,
+            num_splits=1,
+        )
 
     def cut(self, num_q: int, num_k: int, heads: tuple[int, int], *, in_run: bool) -> Cut | None:
         num_heads, num_kv_heads = heads
@@ -153,8 +183,9 @@ def find_flash_3(
     if torch.cuda.get_device_capability(device)[0] != 9:
         return None
 
-    def load(module: Any) -> FlashAttn3:
-        return FlashAttn3(scale, module.flash_attn_varlen_func, module.flash_attn_func)
+    def load(package: str) -> FlashAttn3:
+        import_module(f"{package}._C")
+        return FlashAttn3(scale, getattr(torch.ops, package).fwd)
 
     return _first_that_works(_THIRD, load, torch.zeros(64, 1, head_dim, dtype=dtype, device=device))
 
@@ -164,8 +195,8 @@ def find_flash_2(
 ) -> FlashAttn2 | None:
     """The same of version 2."""
 
-    def load(module: Any) -> FlashAttn2:
-        return FlashAttn2(scale, module.flash_attn_varlen_func)
+    def load(package: str) -> FlashAttn2:
+        return FlashAttn2(scale, import_module(package).flash_attn_varlen_func)
 
     x = torch.zeros(64, 1, head_dim, dtype=dtype, device=device)
     return _first_that_works(_SECOND, load, x)
@@ -175,42 +206,32 @@ _Flash = TypeVar("_Flash", FlashAttn2, FlashAttn3)
 
 
 def _first_that_works(
-    modules: Sequence[str], load: Callable[[Any], _Flash], x: Tensor
+    packages: Sequence[str], load: Callable[[str], _Flash], x: Tensor
 ) -> _Flash | None:
-    """Of the modules that are installed: tries it once, with small inputs."""
-    for module in modules:
-        if find_spec(module) is None:
+    """Of the packages that are installed: tries it once, with small inputs."""
+    for package in packages:
+        if find_spec(package) is None:
             continue
         try:
-            found = load(import_module(module))
+            found = load(package)
             found.square_causal(x, x, x, Spans((len(x),), (len(x),), x.device))
         except (ImportError, AttributeError, OSError, RuntimeError, TypeError) as error:
-            _log.warning("%s is installed, but does not work here: %s", module, error)
+            _log.warning("%s is installed, but does not work here: %s", package, error)
             continue
         return found
     return None
 
 
 def _packed_squares(
-    packed: Callable[..., tuple[Tensor, ...]],
-    scale: float,
+    packed: Callable[[Tensor, Tensor, Tensor, Spans], tuple[Tensor, ...]],
     qkv: tuple[Tensor, Tensor, Tensor],
     spans: Spans,
 ) -> tuple[Tensor, Tensor]:
-    """As `Square.square_causal`, all spans in one launch of `flash_attn_varlen_func`."""
+    """As `Square.square_causal`, by one launch for all spans, which needs a key."""
     if not any(spans.k_lens):
         out_TNH, lse_TN = state_by_head(qkv[0])
         return out_TNH.zero_(), lse_TN.fill_(-torch.inf)
-    out_TNH, lse_NT, *_ = packed(
-        *qkv,
-        spans.cu_q,
-        spans.cu_k,
-        max(spans.q_lens),
-        max(spans.k_lens),
-        softmax_scale=scale,
-        causal=True,
-        return_attn_probs=True,
-    )
+    out_TNH, lse_NT, *_ = packed(*qkv, spans)
     lse_TN = lse_NT.transpose(0, 1)
     if not all(spans.k_lens):  # some versions mark a query without keys by +inf
         lse_TN = lse_TN.masked_fill(lse_TN == torch.inf, -torch.inf)

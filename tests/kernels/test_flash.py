@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,29 +56,39 @@ class Package:
         out, lse = reference.extend(q, k, v, None, ranges, scale=softmax_scale, causal=causal)
         return out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous()
 
-    def flash_attn_func(
+    def fwd(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
         softmax_scale: float,
-        causal: bool,
+        is_causal: bool,
         num_splits: int,
-        return_attn_probs: bool,
-    ) -> tuple[Tensor, Tensor]:
-        assert return_attn_probs
-        assert len(q) == len(k) == len(v) == 1
-        self.calls.append(("one", q.shape[1], k.shape[1], causal))
+    ) -> tuple[Tensor, ...]:
+        """The operator of version 3, of a batch or of packed spans."""
         self.splits.append(num_splits)
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            options = {"softmax_scale": softmax_scale, "causal": is_causal}
+            found = self.flash_attn_varlen_func(q, k, v, *lens, **options, return_attn_probs=True)
+            return (*found, q[:0], q[:0])
+        assert len(q) == len(k) == len(v) == 1
+        self.calls.append(("one", q.shape[1], k.shape[1], is_causal))
         one = ((0, q.shape[1], 0, k.shape[1]),)
-        found = reference.extend(q[0], k[0], v[0], None, one, scale=softmax_scale, causal=causal)
-        return found[0].to(q.dtype)[None], found[1].T.contiguous()[None]
+        out, lse = reference.extend(
+            q[0], k[0], v[0], None, one, scale=softmax_scale, causal=is_causal
+        )
+        return (out.to(q.dtype)[None], lse.T.contiguous()[None], q[:0], q[:0])
 
 
 def third(scale: float) -> tuple[FlashAttn3, Package]:
     package = Package()
-    return FlashAttn3(scale, package.flash_attn_varlen_func, package.flash_attn_func), package
+    return FlashAttn3(scale, package.fwd), package
 
 
 def second(scale: float) -> tuple[FlashAttn2, Package]:
@@ -245,24 +256,32 @@ def test_any_length_is_one_call() -> None:
 # ---- which one is taken -----------------------------------------------------------------------
 
 
-class _Module(ModuleType):
-    """A module of the package."""
+@dataclass(frozen=True)
+class Installed:
+    """A package in site-packages: what its operator or its function does."""
 
-    def __init__(self, name: str, package: Package | None = None, **functions: Any) -> None:
-        super().__init__(name)
-        self.__spec__ = object()  # type: ignore[assignment]
-        if package is not None:
-            self.flash_attn_varlen_func = package.flash_attn_varlen_func
-            self.flash_attn_func = package.flash_attn_func
-        vars(self).update(functions)
+    name: str
+    fwd: Callable[..., Any] | None = None
+    varlen: Callable[..., Any] | None = None
 
 
-def _install(monkeypatch: pytest.MonkeyPatch, *modules: _Module, capability: int = 9) -> None:
-    for name in ("flash_attn_interface", "fa3_fwd_interface", "flash_attn"):
-        monkeypatch.setitem(sys.modules, name, None)
+def _install(monkeypatch: pytest.MonkeyPatch, *packages: Installed, capability: int = 9) -> None:
+    """These, and no other."""
+    for name in ("flash_attn_3", "fa3_fwd", "flash_attn"):
+        for module in (name, f"{name}._C"):
+            monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.delattr(torch.ops, name, raising=False)
     monkeypatch.setattr(flash, "find_spec", sys.modules.get)
-    for module in modules:
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for package in packages:
+        module = ModuleType(package.name)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, package.name, module)
+        if package.varlen is not None:
+            monkeypatch.setattr(module, "flash_attn_varlen_func", package.varlen, raising=False)
+        if package.fwd is not None:
+            monkeypatch.setitem(sys.modules, f"{package.name}._C", ModuleType("_C"))
+            operators = SimpleNamespace(fwd=package.fwd)
+            monkeypatch.setattr(torch.ops, package.name, operators, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
 
 
@@ -273,17 +292,17 @@ def _fails(*_: Any, **__: Any) -> None:
     raise RuntimeError("This flash attention build does not support it.")
 
 
-@pytest.mark.parametrize("name", ["flash_attn_interface", "fa3_fwd_interface"])
+@pytest.mark.parametrize("name", ["flash_attn_3", "fa3_fwd"])
 def test_version_3_is_tried_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     package = Package()
-    _install(monkeypatch, _Module(name, package))
+    _install(monkeypatch, Installed(name, fwd=package.fwd))
     found = find_flash_3(*ARGS)
     assert found is not None
     assert found.name == "flash-attn-3"
     assert found.scale == 0.125
     assert package.calls == [("one", 64, 64, True)]
     for capability in (8, 10, 12):
-        _install(monkeypatch, _Module(name, package), capability=capability)
+        _install(monkeypatch, Installed(name, fwd=package.fwd), capability=capability)
         assert find_flash_3(*ARGS) is None
     assert find_flash_2(*ARGS) is None
 
@@ -291,42 +310,45 @@ def test_version_3_is_tried_once(monkeypatch: pytest.MonkeyPatch, name: str) -> 
 @pytest.mark.parametrize(
     "broken",
     [
-        _Module("flash_attn_interface"),
-        _Module("flash_attn_interface", Package(), flash_attn_func=_fails),
-        _Module("flash_attn_interface", Package(), flash_attn_func=lambda q, k, v: (q, k, v)),
+        Installed("flash_attn_3"),
+        Installed("flash_attn_3", fwd=_fails),
+        Installed("flash_attn_3", fwd=lambda q, k, v: (q, k, v)),
     ],
     ids=["empty", "without this type", "another interface"],
 )
 def test_a_build_that_does_not_work_is_told_and_passed_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: _Module
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: Installed
 ) -> None:
     package = Package()
-    _install(monkeypatch, broken, _Module("fa3_fwd_interface", package))
+    _install(monkeypatch, broken, Installed("fa3_fwd", fwd=package.fwd))
     with caplog.at_level(logging.WARNING):
         found = find_flash_3(*ARGS)
     assert found is not None
-    assert found.one == package.flash_attn_func
-    assert "flash_attn_interface is installed, but does not work here" in caplog.text
-    caplog.clear()
+    assert found.fwd == package.fwd
+    assert "flash_attn_3 is installed, but does not work here" in caplog.text
     _install(monkeypatch, broken)
     assert find_flash_3(*ARGS) is None
 
 
 def test_the_fastest_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn 3, cuDNN, flash-attn 2, and before Hopper torch's own; none in float32."""
-    modules = _Module("fa3_fwd_interface", Package()), _Module("flash_attn", Package())
+    package = Package()
+    packages = (
+        Installed("fa3_fwd", fwd=package.fwd),
+        Installed("flash_attn", varlen=package.flash_attn_varlen_func),
+    )
     works = {"cudnn": True}
     monkeypatch.setattr(cudnn, "is_available", lambda *_: works["cudnn"])
 
-    def chosen(*installed: _Module, capability: int = 9) -> str:
+    def chosen(*installed: Installed, capability: int = 9) -> str:
         _install(monkeypatch, *installed, capability=capability)
         return select_cuda_backend(*ARGS).name
 
-    assert chosen(*modules) == "triton+flash-attn-3"
-    assert chosen(modules[1]) == "triton+cudnn"
+    assert chosen(*packages) == "triton+flash-attn-3"
+    assert chosen(packages[1]) == "triton+cudnn"
     assert select_cuda_backend(CPU, FULL, 64, 0.125).name == "triton"
     works["cudnn"] = False
-    assert chosen(*modules, capability=8) == "triton+flash-attn"
+    assert chosen(*packages, capability=8) == "triton+flash-attn"
     assert chosen(capability=8) == f"triton+{CudaFlashBackend.name}"
     assert chosen() == "triton"
 
