@@ -100,7 +100,8 @@ class Daemon:
             starts = self._starts(model)
             if not await self._unless_stopped(manager.start(starts, self._on_progress)):
                 return
-            speed.use_best(manager.device_name)
+            worker = manager.a_worker
+            speed.use_best(worker.device_name, worker.attention_backend)
             self._say_ready(manager)
             engine = asyncio.create_task(manager.run(starts, self._on_progress), name="manager")
             chores = asyncio.create_task(self._chores(manager), name="chores")

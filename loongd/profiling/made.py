@@ -21,13 +21,15 @@ from loongd.sched.sib_profile import DecodeFit, MigrateFit, PrefillFit, Profile
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is profiled: the model, the device as profiles name it, and the limits of requests."""
+    """What is profiled: the model, the device as profiles name it, the limits of requests, and the
+    backend of attention."""
 
     facts: ModelFacts
     device: str
     dtype: str
     tp: int
     max_tokens: int
+    attention: str = ""
 
 
 def migrate_facts(profile: Profile) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def make_profile(
         compute_bound_batch=compute_bound_batch(alone),
         kv_bytes_per_token=facts.kv_bytes_per_token,
         link_bytes_per_s=bytes_per_s,
-        versions=versions(),
+        versions=versions() | ({"attention": subject.attention} if subject.attention else {}),
         noise=round(noise, 4),
     )
     if profile.doubt:

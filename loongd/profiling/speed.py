@@ -34,13 +34,15 @@ class Speed:
         self._num_instances = num_instances
         self._num_cores = len(os.sched_getaffinity(0))
         self._device = device
+        self._attention = ""
         self._asked = None if config.profile is None else store.load(Path(config.profile))
         self.sib = Sib(self._asked or self._roofline(device))
 
-    def use_best(self, device_name: str) -> None:
+    def use_best(self, device_name: str, attention: str) -> None:
         """Take the best profile for the workers' device: the configured one, else one that
-        matches, else the roofline."""
+        matches, else the roofline. `attention` is their backend's name."""
         self._device = self._key(device_name)
+        self._attention = attention
         shape, tp = self._facts.key, self._config.tensor_parallel_size
         if self._asked is not None:
             named = (self._asked.shape, self._asked.device, self._asked.tp)
@@ -49,6 +51,7 @@ class Speed:
                     "profile %s is of shape %s on %s with tp %d; this is %s on %s with tp %d",
                     *(self._config.profile, *named, shape, self._device, tp),
                 )
+            self._check(self._asked)
             return
         found = store.find(store.places(os.environ), shape=shape, device=self._device, tp=tp)
         if found is None:
@@ -57,8 +60,7 @@ class Speed:
         else:
             path, profile = found
             _log.info("profile %s of %s", path, profile.date)
-            if profile.doubt:
-                _log.warning("this profile is %s: run loongctl profile", profile.doubt)
+            self._check(profile)
             self.sib.replace(profile)
 
     def subject(self, max_tokens: int) -> Subject:
@@ -69,7 +71,18 @@ class Speed:
             dtype=self._dtype,
             tp=self._config.tensor_parallel_size,
             max_tokens=max_tokens,
+            attention=self._attention,
         )
+
+    def _check(self, profile: Profile) -> None:
+        if profile.doubt:
+            _log.warning("this profile is %s: run loongctl profile", profile.doubt)
+        attention = profile.versions.get("attention", self._attention)
+        if attention != self._attention:
+            _log.warning(
+                "this profile was measured with attention by %s, not %s: run loongctl profile",
+                *(attention, self._attention),
+            )
 
     def _key(self, device_name: str) -> str:
         workers = self._num_instances * self._config.tensor_parallel_size

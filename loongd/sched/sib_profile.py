@@ -208,7 +208,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         source: where the numbers come from; what is measured and what is derived.
         measured: coefficients come from these very workers; else they are a model, and online
             correction may move them further.
-        versions: of loongd and of libraries that matter.
+        versions: of loongd and of libraries that matter, and the backend of attention.
         noise: how much longer than the fastest of its runs a measured step took, typically.
         compute_bound_batch: requests per master at which arithmetic takes as long as reading
             the weights.

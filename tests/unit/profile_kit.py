@@ -187,5 +187,12 @@ def lengths_of(step: RunStep) -> list[tuple[int, int]]:
 
 def make_profiler(workers: FakeWorkers, device: str = "cpu x") -> tuple[Profiler, Sib]:
     sib = Sib(default_profile(FACTS, "cpu"))
-    subject = Subject(facts=FACTS, device=device, dtype="float32", tp=1, max_tokens=MAX_TOKENS)
+    subject = Subject(
+        facts=FACTS,
+        device=device,
+        dtype="float32",
+        tp=1,
+        max_tokens=MAX_TOKENS,
+        attention="cpu-flash",
+    )
     return Profiler(workers, sib, lambda: subject), sib

@@ -83,6 +83,7 @@ async def test_a_profile_of_steps_that_scatter_says_so(
     kept = store.load(Path(words[-1]["path"]))
     assert kept.doubt == doubt
     assert doubt in kept.source
+    assert kept.versions["attention"] == "cpu-flash"
     shown = ctl_speed.profile(words[-1])
     assert f"{doubt}: profile again when nothing else runs on it" in " ".join(shown.split())
     assert max(map(len, shown.splitlines()[-2:])) <= ctl_speed.WIDTH
