@@ -90,6 +90,10 @@ class PoolSlots:
             return None
         return (int(slots[first]), int(slots[end - 1]) + 1)
 
+    def is_run(self, span: int) -> bool:
+        """Whether all of the span's keys can be read as a view."""
+        return self.run(span) is not None
+
     @cached_property
     def packed(self) -> Tensor:
         """All slots back to back, int64 on the device."""

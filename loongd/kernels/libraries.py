@@ -6,6 +6,7 @@ flash-attn package (`kernels.flash`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -57,9 +58,12 @@ class Pieces(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """One span: out_TNH in the type of q, lse_TN float32. Causal: as many keys as queries."""
 
-    def cut(self, num_q: int, num_k: int, heads: tuple[int, int], *, in_run: bool) -> Cut | None:
+    def cut(
+        self, num_q: int, num_k: int, heads: tuple[int, int], in_run: Callable[[], bool]
+    ) -> Cut | None:
         """What it takes of a span with so many heads of queries and keys, if anything. Keys whose
-        slots are `in_run` are read where they lie, others copied."""
+        slots are `in_run`, which takes a while to find out, are read where they lie, others
+        copied."""
 
     def rehearsing(self) -> Pieces:
         """As `Square.rehearsing`."""
@@ -111,7 +115,7 @@ class Cudnn:
         lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         rest: list[tuple[int, int, int, int]] = []
         for q0, q1, k0, k1 in spans.ranges:
-            main = cudnn.aligned(q1 - q0, least)
+            main = cudnn.aligned(q1 - q0, least) if k0 < k1 else 0
             if main:
                 q, k, v = q_TNH[q0 : q0 + main], k_TKH[k0 : k0 + main], v_TKH[k0 : k0 + main]
                 part, part_lse = self.attention(q, k, v, causal=True)
@@ -126,7 +130,9 @@ class Cudnn:
             extend(q_TNH, k_TKH, v_TKH, None, tuple(rest), scale=self.scale, causal=True, out=state)
         return out, lse
 
-    def cut(self, num_q: int, num_k: int, heads: tuple[int, int], *, in_run: bool) -> Cut | None:
+    def cut(
+        self, num_q: int, num_k: int, heads: tuple[int, int], in_run: Callable[[], bool]
+    ) -> Cut | None:
         del heads, in_run
         rows = cudnn.query_rows(num_q)
         queries = cudnn.pieces(rows, cudnn.QUERY_SIZES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -80,8 +81,8 @@ class TritonBackend:
             q0, q1, k0, k1 = one
             cut = None
             if self._pieces is not None and (q1 - q0) * group > MAX_DECODE_ROWS:
-                in_run = slots.run(i) is not None
-                cut = self._pieces.cut(q1 - q0, k1 - k0, heads, in_run=in_run)
+                in_run = partial(slots.is_run, i)
+                cut = self._pieces.cut(q1 - q0, k1 - k0, heads, in_run)
             if cut is not None:
                 shared.append(_Shared(i, one, cut))
                 many.extend(shared[-1].rest())

@@ -27,6 +27,7 @@ def poisoned() -> Iterator[None]:
 def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert got.shape == expected.shape
     got, expected = got.double().cpu(), expected.double().cpu()
+    assert not got.isnan().any()
     assert torch.equal(got.isneginf(), expected.isneginf())
     got, expected = got.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0)
     error = (got - expected).norm() / expected.norm().clamp(min=1e-12)

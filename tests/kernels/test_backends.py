@@ -349,7 +349,31 @@ def test_square_in_the_type_of_queries(
         assert_close(out, expected[0], torch.float16)
         assert_close(lse, expected[1], torch.float16)
         assert lens == (128,) or out.dtype == torch.float16
+        own = TritonBackend(p.scale).square_causal(p.q, k, v, Spans(lens, lens, device))
+        assert own[0].dtype == torch.float16
     assert small_cudnn == [(128, 128, True), (64, 64, True), (64, 64, True)]
+
+
+def test_squares_of_many_are_for_the_library_from_a_larger_size_on(
+    device: torch.device,
+    small_cudnn: list[tuple[int, int, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """... and a span without keys never is."""
+    monkeypatch.setattr(cudnn, "LEAST_SQUARE_OF_MANY", 128)
+    calls = []
+    for q_lens, k_lens in (((100,),) * 2, ((100, 5),) * 2, ((5, 130),) * 2, ((130, 130), (0, 130))):
+        p = make_problem(q_lens, k_lens, heads=(6, 2), head_dim=64, dtype=FULL, device=device)
+        k, v = p.k[p.slots], p.v[p.slots]
+        with poisoned():
+            found = of_cudnn(p.scale).square_causal(p.q, k, v, Spans(q_lens, k_lens, device))
+        doubled = (x.double().cpu() for x in (p.q, k, v))
+        expected = reference.extend(*doubled, None, p.ranges, scale=p.scale, causal=True)
+        assert_close(found[0], expected[0], FULL)
+        assert_close(found[1], expected[1], FULL)
+        calls.append(list(small_cudnn))
+        small_cudnn.clear()
+    assert calls == [[(64, 64, True)], [], [(128, 128, True)], [(128, 128, True)]]
 
 
 def test_names() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,8 @@ class Package:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.splits: list[int] = []
+        self.read: list[int] = []
+        """Where keys lay."""
 
     def flash_attn_varlen_func(
         self,
@@ -72,6 +74,7 @@ class Package:
     ) -> tuple[Tensor, ...]:
         """The operator of version 3, of a batch or of packed spans."""
         self.splits.append(num_splits)
+        self.read.append(k.untyped_storage().data_ptr())
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
             lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             options = {"softmax_scale": softmax_scale, "causal": is_causal}
@@ -88,7 +91,7 @@ class Package:
 
 def third(scale: float) -> tuple[FlashAttn3, Package]:
     package = Package()
-    return FlashAttn3(scale, package.fwd), package
+    return FlashAttn3(scale, package.fwd, FULL, CPU), package
 
 
 def second(scale: float) -> tuple[FlashAttn2, Package]:
@@ -145,6 +148,8 @@ SQUARES: list[tuple[tuple[int, ...], tuple[int, ...], str | None]] = [
     ((70,), (70,), "one"),
     ((5, 1, 64), (5, 1, 64), "packed"),
     ((1, 70, 0, 1, 1, 5, 0), (0, 70, 1, 0, 0, 5, 2), "packed"),
+    ((1, 0, 3), (0, 9, 3), "packed"),
+    ((0, 0), (3, 2), None),
     ((1,), (0,), None),
     ((1, 1), (0, 0), None),
 ]
@@ -166,6 +171,7 @@ def test_squares(
     )
     if version is second and function == "one":
         function = "packed"
+    assert set(package.splits) <= {1}
     expected = [(function, sum(q_lens), sum(k_lens), True)] if function else []
     assert package.calls == expected
 
@@ -194,6 +200,55 @@ def test_over_pool(device: torch.device, gap_at: int | None) -> None:
     expected = {None: in_parts, 0: [*short, *long, *last], 300: [*short, *in_parts, *last]}
     assert package.calls == expected[gap_at]
     assert set(package.splits) == {0}
+    pool = p.k.untyped_storage().data_ptr()
+    in_place = {None: [False] * 3, 0: [True] * 3, 300: [True, True, False, True, True]}
+    # the piece that has the gap is copied, those beside it are not
+    assert [at == pool for at in package.read] == in_place[gap_at]
+
+
+@pytest.mark.usefixtures("small")
+def test_few_rows_are_for_own_kernels(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many keys they see; each size of rows in a launch of its own."""
+    launched: list[tuple[triton_backend.Range, ...]] = []
+    extend = triton_backend.extend
+
+    def counting(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        launched.append(args[4])
+        return extend(*args, **options)
+
+    monkeypatch.setattr(triton_backend, "extend", counting)
+    monkeypatch.setattr(flash, "LEAST_SCORES", 4000)
+    p = make_problem(
+        (40, 5, 16, 17), (60, 400, 400, 3), heads=(3, 3), head_dim=64, dtype=FULL, device=device
+    )
+    library, package = third(p.scale)
+    check_over_pool(TritonBackend(p.scale, library, library), p, 0, FULL)
+    assert package.calls == [("one", 40, 60, False)]
+    few, many = ((40, 45, 60, 460), (45, 61, 460, 860)), ((61, 78, 860, 863),)
+    assert launched == [few, many]
+
+
+def test_few_queries_are_cut_along_the_keys() -> None:
+    """More have no float32 outputs for each split."""
+    library, package = third(1.0)
+    k = torch.zeros(3, 2, 4)
+    for num_q in (1, 2047, 2048, 5000):
+        library.attention(torch.zeros(num_q, 8, 4), k, k, causal=False)
+    assert package.splits == [0, 0, 1, 1]
+
+
+def _yes() -> bool:
+    return True
+
+
+def _no() -> bool:
+    return False
+
+
+def _unasked() -> bool:
+    raise AssertionError("asked")
 
 
 def test_what_is_worth_a_call() -> None:
@@ -201,12 +256,16 @@ def test_what_is_worth_a_call() -> None:
     grouped, plain = (32, 8), (32, 32)
     for heads, least in ((grouped, 192), (plain, 768)):
         for num_q in (1, least - 1, least, 5000):
-            assert (library.cut(num_q, 100_000, heads, in_run=False) is None) == (num_q < least)
-        assert library.cut(64, 8192, heads, in_run=True) is not None
-        assert library.cut(64, 8191, heads, in_run=True) is None
-        assert library.cut(5000, 0, heads, in_run=True) is None
-    whole = library.cut(1000, 200_000, grouped, in_run=True)
-    parts = library.cut(1000, 200_000, grouped, in_run=False)
+            assert (library.cut(num_q, 100_000, heads, _no) is None) == (num_q < least)
+        assert library.cut(64, 8192, heads, _yes) is not None
+        # whether they are a run is not asked of what is not worth it
+        assert library.cut(64, 8191, heads, _unasked) is None
+        assert library.cut(5000, 0, heads, _unasked) is None
+    whole = library.cut(1000, 200_000, grouped, _yes)
+    parts = library.cut(1000, 200_000, grouped, _no)
+    even = library.cut(1000, 131_072, grouped, _no)
+    assert even is not None
+    assert even.keys == (65536, 65536)
     assert whole is not None
     assert parts is not None
     assert whole.queries == parts.queries == (1000,)
@@ -223,7 +282,8 @@ def test_a_rehearsal_calls_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         merged.append(tuple((x.shape, x.stride(), x.dtype) for x in states))
 
     monkeypatch.setattr(triton_backend, "merge_state_", noting)
-    p = make_problem((40,), (300,), heads=(6, 2), head_dim=64, dtype=FULL, device=CPU)
+    half = torch.float16
+    p = make_problem((40,), (300,), heads=(6, 2), head_dim=64, dtype=half, device=CPU)
     slots = PoolSlots((p.slots.numpy().astype(np.int64),), CPU)
     library, package = third(p.scale)
     backend = TritonBackend(p.scale, library, library)
@@ -237,15 +297,33 @@ def test_a_rehearsal_calls_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert merged[:2] == merged[2:]
     assert squares[0] == squares[1]
     old, _ = second(p.scale)
-    for library_2 in (old, old.rehearsing()):
-        out, lse = library_2.square_causal(p.q, p.k[:40], p.v[:40], Spans((40,), (40,), CPU))
-        assert (out.stride(), lse.stride()) == (squares[0][1], squares[0][4])
+    for lens in ((40,), (31, 9), (40, 0)):
+        for one in (old, old.rehearsing(), library, library.rehearsing()):
+            out, lse = one.square_causal(p.q, p.k[:40], p.v[:40], Spans(lens, lens, CPU))
+            assert (out.stride(), lse.stride()) == (squares[0][1], squares[0][4])
+            assert (out.dtype, lse.dtype) == (half, FULL)
+    num_calls = len(package.calls)
+    library.rehearsing().square_causal(p.q, p.k[:40], p.v[:40], Spans((31, 9), (31, 9), CPU))
+    library.rehearsing().attention(p.q, p.k, p.v, causal=False)
+    assert len(package.calls) == num_calls
 
 
-def test_any_length_is_one_call() -> None:
-    planned = TritonBackend(1.0, third(1.0)[0]).planned
+def test_any_length_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is planned; parts are merged once, as those of copied keys will be."""
+    merged: list[tuple[torch.dtype, ...]] = []
+
+    def noting(*states: Tensor) -> None:
+        merged.append(tuple(x.dtype for x in states))
+        assert states[0].shape == states[2].shape == (1, 8, 64)
+        assert states[1].shape == states[3].shape == (1, 8)
+
+    monkeypatch.setattr(flash, "merge_state_", noting)
+    library, package = third(1.0)
+    planned = TritonBackend(1.0, replace(library, dtype=torch.bfloat16)).planned
     assert planned is not None
     assert list(planned.ahead(8, 2, 64)) == []
+    assert merged == [(FULL, FULL, torch.bfloat16, FULL)]
+    assert package.calls == []
     assert planned.spare(1100) == planned.spare(64) == 0
     assert [planned.is_one_call(n) for n in (16, 128, 255, 256, 1000, 1100)] == [
         *(False, False, False, True, True, True)
@@ -263,6 +341,7 @@ class Installed:
     name: str
     fwd: Callable[..., Any] | None = None
     varlen: Callable[..., Any] | None = None
+    has_no_operator: bool = False
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, *packages: Installed, capability: int = 9) -> None:
@@ -278,9 +357,10 @@ def _install(monkeypatch: pytest.MonkeyPatch, *packages: Installed, capability: 
         monkeypatch.setitem(sys.modules, package.name, module)
         if package.varlen is not None:
             monkeypatch.setattr(module, "flash_attn_varlen_func", package.varlen, raising=False)
-        if package.fwd is not None:
+        if package.fwd is not None or package.has_no_operator:
             monkeypatch.setitem(sys.modules, f"{package.name}._C", ModuleType("_C"))
-            operators = SimpleNamespace(fwd=package.fwd)
+            has = {} if package.has_no_operator else {"fwd": package.fwd}
+            operators = SimpleNamespace(**has)
             monkeypatch.setattr(torch.ops, package.name, operators, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
 
@@ -288,8 +368,27 @@ def _install(monkeypatch: pytest.MonkeyPatch, *packages: Installed, capability: 
 ARGS = (CPU, torch.bfloat16, 64, 0.125)
 
 
+def _raises(error: Exception) -> Callable[..., Any]:
+    def fwd(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fwd
+
+
 def _fails(*_: Any, **__: Any) -> None:
     raise RuntimeError("This flash attention build does not support it.")
+
+
+def _fails_if(option: str, value: object = None) -> Callable[..., Any]:
+    """An operator that does all but this."""
+    package = Package()
+
+    def fwd(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+        if option in options and value in (None, options[option]):
+            _fails()
+        return package.fwd(*args, **options)
+
+    return fwd
 
 
 @pytest.mark.parametrize("name", ["flash_attn_3", "fa3_fwd"])
@@ -299,8 +398,10 @@ def test_version_3_is_tried_once(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     found = find_flash_3(*ARGS)
     assert found is not None
     assert found.name == "flash-attn-3"
-    assert found.scale == 0.125
-    assert package.calls == [("one", 64, 64, True)]
+    assert (found.scale, found.dtype, found.device) == (0.125, torch.bfloat16, CPU)
+    assert package.calls == [
+        *(("one", 64, 64, True), ("packed", 64, 64, True), ("one", 9, 64, False))
+    ]
     for capability in (8, 10, 12):
         _install(monkeypatch, Installed(name, fwd=package.fwd), capability=capability)
         assert find_flash_3(*ARGS) is None
@@ -313,8 +414,20 @@ def test_version_3_is_tried_once(monkeypatch: pytest.MonkeyPatch, name: str) -> 
         Installed("flash_attn_3"),
         Installed("flash_attn_3", fwd=_fails),
         Installed("flash_attn_3", fwd=lambda q, k, v: (q, k, v)),
+        Installed("flash_attn_3", fwd=_fails_if("cu_seqlens_q")),
+        Installed("flash_attn_3", fwd=_fails_if("is_causal", False)),
+        Installed("flash_attn_3", fwd=_raises(OSError("libcudart.so.12: cannot open"))),
+        Installed("flash_attn_3", has_no_operator=True),
     ],
-    ids=["empty", "without this type", "another interface"],
+    ids=[
+        "empty",
+        "without this type",
+        "another interface",
+        "squares of one span alone",
+        "squares alone",
+        "another CUDA",
+        "no operator",
+    ],
 )
 def test_a_build_that_does_not_work_is_told_and_passed_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: Installed
@@ -330,6 +443,43 @@ def test_a_build_that_does_not_work_is_told_and_passed_over(
     assert find_flash_3(*ARGS) is None
 
 
+def test_an_operator_is_there_once_its_extension_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _install(monkeypatch, Installed("fa3_fwd", fwd=Package().fwd))
+    monkeypatch.setitem(sys.modules, "fa3_fwd._C", None)
+    assert find_flash_3(*ARGS) is None
+
+
+def test_what_is_not_installed_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _install(monkeypatch)
+    with caplog.at_level(logging.DEBUG):
+        assert find_flash_3(*ARGS) is None
+        assert find_flash_2(*ARGS) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("find", [find_flash_2, find_flash_3])
+def test_it_is_tried_with_what_is_served(
+    monkeypatch: pytest.MonkeyPatch, find: Callable[..., object]
+) -> None:
+    """Grouped heads too."""
+    seen: list[tuple[object, ...]] = []
+
+    def tried(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> None:
+        assert q.shape[-2] == 2 * k.shape[-2] == 2 * v.shape[-2]
+        seen.extend((x.shape[-1], x.dtype, x.device) for x in (q, k, v))
+        _fails()
+
+    packages = Installed("fa3_fwd", fwd=tried), Installed("flash_attn", varlen=tried)
+    _install(monkeypatch, *packages)
+    meta = torch.device("meta")
+    assert find(meta, torch.float16, 96, 1.0) is None
+    assert seen == [(96, torch.float16, meta)] * 3
+
+
 def test_the_fastest_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn 3, cuDNN, flash-attn 2, and before Hopper torch's own; none in float32."""
     package = Package()
@@ -342,7 +492,16 @@ def test_the_fastest_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def chosen(*installed: Installed, capability: int = 9) -> str:
         _install(monkeypatch, *installed, capability=capability)
-        return select_cuda_backend(*ARGS).name
+        backend = select_cuda_backend(*ARGS)
+        square, pieces = backend._square, backend._pieces
+        assert pieces is (square if isinstance(square, FlashAttn3 | Cudnn) else None)
+        if isinstance(square, CudaFlashBackend):
+            assert square._scale == 0.125
+        elif square is not None:
+            assert square.scale == 0.125
+        if isinstance(square, Cudnn):
+            assert square.dtype == torch.bfloat16
+        return backend.name
 
     assert chosen(*packages) == "triton+flash-attn-3"
     assert chosen(packages[1]) == "triton+cudnn"
