@@ -181,7 +181,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is worth a call is small, and so is what is copied at a time."""
     monkeypatch.setattr(flash, "LEAST_SCORES", 20 * 60 * 6)
     monkeypatch.setattr(flash, "LEAST_COPIED_ROWS", 90)
-    monkeypatch.setattr(flash, "MOST_COPIED", 128)
+    monkeypatch.setattr(flash, "MOST_KEYS", 128)
     monkeypatch.setattr(triton_backend, "MAX_DECODE_ROWS", 16)
 
 
@@ -261,14 +261,15 @@ def test_what_is_worth_a_call() -> None:
         # whether they are a run is not asked of what is not worth it
         assert library.cut(64, 8191, heads, _unasked) is None
         assert library.cut(5000, 0, heads, _unasked) is None
-    whole = library.cut(1000, 200_000, grouped, _yes)
-    parts = library.cut(1000, 200_000, grouped, _no)
+    whole = library.cut(500, 200_000, grouped, _yes)
+    parts = library.cut(500, 200_000, grouped, _no)
+    assert library.cut(512, 200_000, grouped, _yes) == library.cut(512, 200_000, grouped, _no)
     even = library.cut(1000, 131_072, grouped, _no)
     assert even is not None
     assert even.keys == (65536, 65536)
     assert whole is not None
     assert parts is not None
-    assert whole.queries == parts.queries == (1000,)
+    assert whole.queries == parts.queries == (500,)
     assert whole.keys == (200_000,)
     assert parts.keys == (65536, 65536, 65536, 3392)
 
