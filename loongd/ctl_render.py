@@ -18,7 +18,7 @@ def status(snapshot: Json) -> str:
     node = snapshot["node"]
     blocks = [
         _node(node, snapshot["queue"], snapshot["totals"]),
-        _instances(snapshot["instances"], snapshot["pool"]),
+        _instances(snapshot["instances"], snapshot["pool"]) + _first_wait(snapshot["queue"]),
         _groups(snapshot["groups"]),
     ]
     return "\n\n".join(blocks)
@@ -32,7 +32,10 @@ def story(tale: Json) -> str:
     if "choices" in tale:
         return "\n\n".join(story(part) for part in tale["choices"])
     entries = tale["entries"]
+    if tale.get("waiting"):
+        entries = [*entries, {"event": "waiting", **tale["waiting"]}]
     total_s = max((e["at_s"] + (e.get("duration_s") or 0.0) for e in entries), default=0.0)
+    total_s = max(total_s, tale.get("elapsed_s", 0.0))
     head = (
         f"{tale['request_id']}  {tale['state']}  {tale['prompt_tokens']:,} prompt + "
         f"{tale['generated_tokens']:,} generated tokens  {seconds(total_s)}"
@@ -134,6 +137,16 @@ def _instances(instances: Sequence[Json], pool: Json) -> str:
     rows.append(f"{'pool':<9} {pool['free']:,} free{reserved}".ljust(46)[:46])
     rows[-1] += _use(pool["used"], pool["total"])
     return "\n".join(rows)
+
+
+def _first_wait(queue: Json) -> str:
+    """Why the first of the queue waits: a row below that of the pool, or nothing."""
+    first = queue.get("first")
+    if not first:
+        return ""
+    text = f"{queue['waiting']:,}; the first {first['text']}"
+    head = f"{'waiting':<9} "
+    return "\n" + textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * 10)
 
 
 def _use(used: int, total: int) -> str:

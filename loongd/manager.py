@@ -122,8 +122,8 @@ class GlobalManager:
 
     def give_up(self) -> None:
         """Fail what is live with 503: the server ends before it can finish it."""
-        self._stopping = True
-        self._fail_all(RequestError("the server is shutting down", status=503, code="shutdown"))
+        self._stopping, what = True, "the server is shutting down"
+        self._fail_all(RequestError(what, status=503, code="shutdown", retry_after_s=5))
 
     async def _recover(self, lost: WorkerLost, starts: Starts, on_progress: OnProgress) -> None:
         """Start the pool again; requests wait meanwhile and are prefilled again after."""
@@ -371,7 +371,7 @@ class GlobalManager:
     def story(self, request_id: str) -> dict[str, Any] | None:
         """A JSON-able account of one request's life; None when unknown."""
         story = self._scheduler.story(request_id)
-        return None if story is None else story_json(request_id, story)
+        return None if story is None else story_json(request_id, story, time.monotonic())
 
     def story_ids(self) -> tuple[list[str], list[str]]:
         """Ids of the ended and of the live requests that have a story, oldest first."""

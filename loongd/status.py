@@ -13,7 +13,7 @@ from typing import Any
 from loongd.pool import WorkerLost
 from loongd.sched.predict import Prediction
 from loongd.sched.snapshot import GroupStatus, InstanceStatus, Snapshot
-from loongd.sched.story import Story
+from loongd.sched.story import Story, Wait
 from loongd.wire import Ready
 
 _REFUSING: Mapping[str, str] = MappingProxyType(
@@ -51,6 +51,7 @@ def engine_status(
             "waiting": snapshot.num_waiting,
             "running": snapshot.num_running,
             "waiting_tokens": snapshot.num_waiting_tokens,
+            "first": None if snapshot.first_wait is None else _wait(snapshot.first_wait),
         },
         "totals": {
             "started": totals.num_arrived,
@@ -120,6 +121,21 @@ def _group(group: GroupStatus) -> dict[str, Any]:
     }
 
 
+def _wait(wait: Wait) -> dict[str, Any]:
+    """Why a request waits, and the numbers of it."""
+    return {
+        "request_id": wait.request_id,
+        "for": wait.kind,
+        "text": wait.describe(),
+        "ahead": wait.num_ahead,
+        "needed_slots": wait.needed_slots,
+        "prompt_tokens": wait.prompt_tokens,
+        "answer_tokens": wait.answer_tokens,
+        "spare_slots": wait.spare_slots,
+        "total_slots": wait.total_slots,
+    }
+
+
 def plan_json(
     found: Prediction,
     prompt_tokens: int,
@@ -153,14 +169,23 @@ def plan_json(
     }
 
 
-def story_json(request_id: str, story: Story) -> dict[str, Any]:
-    """A request's life; times in seconds since it arrived."""
+def story_json(request_id: str, story: Story, now: float) -> dict[str, Any]:
+    """A request's life; times in seconds since it arrived. It has lasted for `elapsed_s`: until
+    `now` when it is live."""
     entries = story.entries
     began_s = entries[0].at_s
-    last = entries[-1].event
+    last = entries[-1]
+    has_ended = last.event in ("finished", "cancelled", "failed")
+    waiting = None
+    if story.wait is not None:
+        since_s = story.wait.since_s
+        times = {"at_s": round(since_s - began_s, 4), "duration_s": round(now - since_s, 4)}
+        waiting = times | _wait(story.wait)
     return {
         "request_id": request_id,
-        "state": last if last in ("finished", "cancelled", "failed") else "live",
+        "state": last.event if has_ended else "live",
+        "elapsed_s": round((last.at_s if has_ended else now) - began_s, 4),
+        "waiting": waiting,
         "prompt_tokens": story.prompt_tokens,
         "generated_tokens": story.generated_tokens,
         "entries": [

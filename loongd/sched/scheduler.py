@@ -31,6 +31,7 @@ from loongd.sched.instance import InstanceView, Step
 from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
 from loongd.sched.policy import Decisions, Limits, Policy, Preempt
 from loongd.sched.predict import Prediction, predict
+from loongd.sched.queued import tell, waited_for
 from loongd.sched.request import Phase, Request
 from loongd.sched.sib import Sib
 from loongd.sched.snapshot import Snapshot, take_snapshot
@@ -98,7 +99,7 @@ class Scheduler:
 
     def story(self, request_id: str) -> Story | None:
         """What happened to a request; None when unknown or long ended."""
-        return self._state.stories.get(request_id)
+        return tell(self._state, request_id)
 
     def steady(self) -> Steady:
         """Many equal decode steps at once, for virtual time; needs a scheduler without a SIB."""
@@ -238,8 +239,7 @@ class Scheduler:
         request.generate(1)
         self._state.totals.num_generated_tokens += 1
         self._actions.append(Emit(request.request_id, token))
-        finish_reason = request.stops_at(token)
-        if finish_reason is not None:
+        if (finish_reason := request.stops_at(token)) is not None:
             self._finish(request, finish_reason, now)
 
     def _on_step_failed(self, event: StepFailed) -> None:
@@ -318,6 +318,7 @@ class Scheduler:
         self._actions.append(Finish(request.request_id, reason))
         text = f"{request.request_id} ended after {plural(request.num_generated, 'token')}: "
         text += reason if cause in ("", reason) else f"{reason} ({cause})"
+        text += waited_for(self._state, request)
         event = "cancelled" if reason == "cancelled" else "finished"
         if event == "finished" and request.first_token_s is not None:
             self._state.totals.decode_s += now - request.first_token_s

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from loongd.sched.instance import Step
 from loongd.sched.plan import DecodePlan, MigratePlan, PrefillPlan
+from loongd.sched.queued import first_wait
 from loongd.sched.state import State
+from loongd.sched.story import Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class TotalsStatus:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything at one moment; `held` are instances kept for the head of the queue."""
+    """Everything at one moment; `held` are instances kept for the head of the queue, and
+    `first_wait` is why it waits."""
 
     instances: tuple[InstanceStatus, ...]
     groups: tuple[GroupStatus, ...]
@@ -89,6 +92,7 @@ class Snapshot:
     held: tuple[int, ...]
     draining: bool
     totals: TotalsStatus
+    first_wait: Wait | None = None
 
 
 def take_snapshot(state: State) -> Snapshot:
@@ -107,6 +111,7 @@ def take_snapshot(state: State) -> Snapshot:
         held=state.hold.instances if state.hold else (),
         draining=state.draining,
         totals=_totals(state),
+        first_wait=first_wait(state),
     )
 
 

@@ -55,12 +55,44 @@ class StoryEntry(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """What a request of the queue waits for.
+
+    Args:
+        kind: workers, places, slots, turn (others wait for slots before it) or instance.
+        what: that in words, with numbers.
+        since_s: when it began to wait, the last time.
+        num_ahead: requests before it in the queue.
+        needed_slots: slots that admission counts for it: its prompt and `answer_tokens`.
+        spare_slots: of `total_slots`, those that are neither used nor reserved.
+    """
+
+    request_id: str
+    kind: str
+    what: str
+    since_s: float
+    num_ahead: int
+    needed_slots: int
+    prompt_tokens: int
+    answer_tokens: int
+    spare_slots: int
+    total_slots: int
+
+    def describe(self) -> str:
+        """`for ...; 4 ahead of it`."""
+        ahead = f"; {self.num_ahead:,} ahead of it" if self.num_ahead else ""
+        return f"for {self.what}{ahead}"
+
+
+@dataclass(frozen=True, slots=True)
 class Story:
-    """A request's life up to now: its tokens, and its entries from the oldest on."""
+    """A request's life up to now: its tokens, its entries from the oldest on, and what it waits
+    for when it does."""
 
     prompt_tokens: int
     generated_tokens: int
     entries: tuple[StoryEntry, ...]
+    wait: Wait | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
 import json
+import socket
 import socketserver
 import subprocess
 import sys
@@ -326,9 +327,10 @@ def test_config_check(
     assert dumped == dump_toml(Config(model="m", port=9, seed=5))
     assert merge(parse_toml(dumped, file_name="f"), {}, {}).port == 9
 
-    path.write_text("prot = 9\n")
+    path.write_text("prot = 9\nseed = 'x'\n")
     assert ctl.main(["config", "check", str(path)]) == 1
     expected = f"loongctl: error: {path}: unknown key 'prot' (did you mean 'port'?)\n"
+    expected += f"loongctl: error: {path}: seed = 'x': expected a whole number\n"
     assert capsys.readouterr().err == expected
 
 
@@ -362,6 +364,29 @@ def test_where_the_socket_is_looked_for(tmp_path: Path) -> None:
     (tmp_path / "loongd").mkdir()
     (tmp_path / "loongd" / "admin.sock").touch()
     assert ctl.find_socket(plain, env, 7) == str(tmp_path / "loongd" / "admin.sock")
+
+
+def test_all_places_are_named_when_nothing_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [str(tmp_path / name) for name in ("run", "user", "tmp")]
+    first, second, third = places
+    monkeypatch.setattr(ctl, "_usual_sockets", lambda *_: places)
+    for name in ("LOONGD_ADMIN_SOCKET", "LOONGD_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def said() -> str:
+        assert ctl.main(["status"]) == 3
+        return capsys.readouterr().err.removeprefix("loongctl: error: no loongd answers on ")
+
+    nothing = f"; nor is there a socket at {second} or {third}\n"
+    assert said() == f"{first}: No such file or directory{nothing}"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(second)
+    refused = f"{second}: Connection refused"
+    assert said() == f"{refused}; nor is there a socket at {first} or {third}\n"
+    Path(third).touch()
+    assert said() == f"{refused}; nor is there a socket at {first}; try --socket {third}\n"
 
 
 def test_it_imports_nothing_slow() -> None:
@@ -424,6 +449,52 @@ cmpl-1  finished  6,012 prompt + 64 generated tokens  4 s
      4 s                     |  finish
           length"""
     )
+
+
+WAITS: dict[str, Any] = {
+    "text": "for 1,024 slots (34 prompt tokens, 990 reserved for its answer by max_tokens); 994 of "
+    "2,048 are neither used nor reserved; 4 ahead of it",
+    "at_s": 0.0,
+    "duration_s": 12.5,
+}
+
+
+def test_the_story_of_one_that_waits_says_how_long_and_for_what() -> None:
+    tale = STORY | {"state": "live", "generated_tokens": 0, "entries": STORY["entries"][:1]}
+    assert (
+        ctl_render.story(tale | {"elapsed_s": 12.5, "waiting": WAITS})
+        == """\
+cmpl-1  live  6,012 prompt + 0 generated tokens  12.5 s
+
+      AT  TIME                  EVENT     DOP GROUP     MASTERS   TOKENS STEPS
+    0 us  |                     arrived
+          6012 prompt tokens, up to 64 new ones
+    0 us  ====================  waiting
+          for 1,024 slots (34 prompt tokens, 990 reserved for its answer by
+          max_tokens); 994 of 2,048 are neither used nor reserved; 4 ahead of it
+          [12.5 s]"""
+    )
+
+
+def test_a_live_story_lasts_until_now() -> None:
+    tale = STORY | {"state": "live", "elapsed_s": 8.0, "waiting": None}
+    head, *_, last, _ = ctl_render.story(tale).splitlines()
+    assert head.endswith("tokens  8 s")
+    assert last.rstrip() == "     4 s            |           finish"
+
+
+def test_the_status_says_why_the_first_of_the_queue_waits() -> None:
+    text = WAITS["text"].removesuffix("; 4 ahead of it")
+    queue = STATUS["queue"] | {"first": WAITS | {"text": text}}
+    rows = ctl_render.status(STATUS | {"queue": queue}).splitlines()
+    row = next(n for n, line in enumerate(rows) if line.startswith("pool "))
+    assert rows[row + 1 : row + 4] == [
+        "waiting   2; the first for 1,024 slots (34 prompt tokens, 990 reserved for its",
+        "          answer by max_tokens); 994 of 2,048 are neither used nor reserved",
+        "",
+    ]
+    nobody = ctl_render.status(STATUS | {"queue": queue | {"first": None}})
+    assert nobody == ctl_render.status(STATUS)
 
 
 def test_several_choices_are_several_tables() -> None:
