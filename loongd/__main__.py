@@ -8,7 +8,9 @@ Does not know: what any option means; flags and help are made from `Config`.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +58,8 @@ def load(argv: Sequence[str], env: Mapping[str, str]) -> Config:
         ConfigError: one line for a person.
         SystemExit: after --help and --version, and for an unknown flag.
     """
+    if argv[:1] == ["serve"] and not Path("serve").exists():  # the habit of vLLM
+        raise ConfigError('there is no command "serve": loongd MODEL ...')
     given = vars(build_parser().parse_args(argv))
     positional, file_flag = given.pop("positional_model"), given.pop("config")
     if positional is not None and given.setdefault("model", positional) != positional:
@@ -136,7 +140,15 @@ def _shown(default: object) -> str:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # The usual error repeats the usage of forty flags, and the one line that matters drowns.
-        self.exit(2, f"loongd: error: {message} (see loongd --help)\n")
+        self.exit(2, f"loongd: error: {message} ({self._did_you_mean(message)}see loongd --help)\n")
+
+    def _did_you_mean(self, message: str) -> str:
+        """`did you mean '--model'? `, where a flag is unknown and like one that there is."""
+        is_unknown = message.startswith("unrecognized arguments:")
+        words = re.findall(r"(?<!\S)--[^\s=]+", message) if is_unknown else []
+        close = [difflib.get_close_matches(w, self._option_string_actions, n=1) for w in words]
+        found = ", ".join(repr(flag) for flags in close for flag in flags)
+        return f"did you mean {found}? " if found else ""
 
 
 def _complain(error: LoongError, code: int) -> int:

@@ -50,6 +50,9 @@ async def open_checkpoint(config: Config, on_stage: OnStage) -> Checkpoint:
     if path.suffix == ".gguf" or config.load_format == "gguf":
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         directory = await _converted(path, dtype, config, on_stage)
+    if directory.is_file():
+        what = "it is a file, but no .gguf file; a model is a directory or a .gguf file"
+        raise ModelError(f"--model {config.model}: {what}")
     if not directory.is_dir():
         what = "no such directory, and not a .gguf file; loongd does not download models"
         raise ModelError(f"--model {config.model}: {what}")

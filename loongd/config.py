@@ -8,7 +8,7 @@ Does not know: argparse, files, the environment itself; callers hand in plain va
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -174,7 +174,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Literal["text", "json"], Meta(description="One line, or one JSON object, an event.")
     ] = "text"
     enable_log_requests: Annotated[
-        bool, Meta(description="Log one line for each finished request.")
+        bool, Meta(description="Log one line for each finished or refused request.")
     ] = True
 
 
@@ -224,11 +224,50 @@ def merge(
         ConfigError: one line that names source, key and value. Every layer is checked, also
             where a higher one wins: a broken file is never hidden by a flag.
     """
+    values, wrong = _read(file, env, cli, file_name)
+    if wrong:
+        raise wrong[0]
+    config = msgspec.convert(values, Config)
+    check(config)
+    return config
+
+
+def problems(
+    file: Mapping[str, Any], env: Mapping[str, str], *, file_name: str = "configuration file"
+) -> list[str]:
+    """All keys and values of the two layers that `merge` refuses, a line each."""
+    return [str(error) for error in _read(file, env, {}, file_name)[1]]
+
+
+def _read(
+    file: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, Any], file_name: str
+) -> tuple[dict[str, Any], list[ConfigError]]:
+    """The values of all layers, and what is wrong with them."""
     values: dict[str, Any] = {}
+    wrong: list[ConfigError] = []
+    for found in _layers(file, env, cli, file_name):
+        if isinstance(found, ConfigError):
+            wrong.append(found)
+            continue
+        option, value, where = found
+        try:
+            values[option.name] = _checked(option, value, where)
+        except ConfigError as error:
+            wrong.append(error)
+    return values, wrong
+
+
+def _layers(
+    file: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, Any], file_name: str
+) -> Iterator[tuple[Option, Any, str] | ConfigError]:
+    """Each value that is given, with its place in words, from the lowest layer up."""
     for key, value in file.items():
-        if key not in OPTIONS:
-            raise ConfigError(f"{file_name}: unknown key {key!r}{_did_you_mean(key)}")
-        values[key] = _checked(OPTIONS[key], value, f"{file_name}: {key} = {value!r}")
+        if isinstance(value, dict):
+            yield ConfigError(f"{file_name}: [{key}]: no tables: keys go at the top level")
+        elif key not in OPTIONS:
+            yield ConfigError(f"{file_name}: unknown key {key!r}{_did_you_mean(key)}")
+        else:
+            yield OPTIONS[key], value, f"{file_name}: {key} = {value!r}"
     by_variable = {option.variable: option for option in OPTIONS.values()}
     for variable in sorted(env):
         if not variable.startswith(ENV_PREFIX) or variable.startswith(_NO_OPTIONS):
@@ -236,17 +275,14 @@ def merge(
         if variable not in by_variable:
             # Compared without the prefix, which would make any two variables look alike.
             word = variable.removeprefix(ENV_PREFIX).lower()
-            raise ConfigError(
+            yield ConfigError(
                 f"environment: unknown variable {variable}{_did_you_mean(word, variable=True)}"
             )
-        option, text = by_variable[variable], env[variable]
-        values[option.name] = _checked(option, text, f"environment {variable}={text!r}")
+        else:
+            text = env[variable]
+            yield by_variable[variable], text, f"environment {variable}={text!r}"
     for key, value in cli.items():
-        option = OPTIONS[key]
-        values[key] = _checked(option, value, f"{option.flag} {value!r}")
-    config = msgspec.convert(values, Config)
-    check(config)
-    return config
+        yield OPTIONS[key], value, f"{OPTIONS[key].flag} {value!r}"
 
 
 def check(config: Config) -> None:

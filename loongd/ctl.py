@@ -30,7 +30,7 @@ _POLL_S = 0.5
 
 
 class CtlError(Exception):
-    """Ends the command with one line on stderr and an exit code."""
+    """Ends the command with its lines (mostly one) on stderr and an exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # here, not when the interpreter ends, where nothing could be said of it any more
         sys.stdout.flush()
     except CtlError as error:
-        sys.stderr.write(f"loongctl: error: {error}\n")
+        for line in str(error).splitlines():
+            sys.stderr.write(f"loongctl: error: {line}\n")
         return error.code
     except KeyboardInterrupt:
         return 130
@@ -85,12 +86,31 @@ def find_socket(args: argparse.Namespace, env: Mapping[str, str], uid: int) -> s
         return env["LOONGD_ADMIN_SOCKET"]
     if env.get("LOONGD_RUNTIME_DIR"):
         return str(Path(env["LOONGD_RUNTIME_DIR"], "admin.sock"))
+    sockets = _usual_sockets(env, uid)
+    return next((path for path in sockets if os.path.exists(path)), sockets[0])
+
+
+def _usual_sockets(env: Mapping[str, str], uid: int) -> list[str]:
     places = [Path("/run/loongd")]
     if env.get("XDG_RUNTIME_DIR"):
         places.append(Path(env["XDG_RUNTIME_DIR"], "loongd"))
     places.append(Path(f"/tmp/loongd-{uid}"))
-    sockets = [str(place / "admin.sock") for place in places]
-    return next((path for path in sockets if os.path.exists(path)), sockets[0])
+    return [str(place / "admin.sock") for place in places]
+
+
+def _silence(path: str, error: OSError) -> CtlError:
+    """What to say when nobody answers on `path`, and of the other places if it is a usual one."""
+    words = f"no loongd answers on {path}: {_reason(error)}"
+    usual = _usual_sockets(os.environ, os.getuid())
+    others = [other for other in usual if path in usual and other != path]
+    missing = [other for other in others if not os.path.exists(other)]
+    if missing:
+        words += f"; nor is there a socket at {' or '.join(missing)}"
+    # A socket that a dead daemon left behind must not hide one that may answer.
+    for other in others:
+        if other not in missing:
+            words += f"; try --socket {other}"
+    return CtlError(words, 3)
 
 
 def call(path: str, method: str, url: str) -> tuple[int, dict[str, Any]]:
@@ -101,7 +121,7 @@ def call(path: str, method: str, url: str) -> tuple[int, dict[str, Any]]:
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     except OSError as error:
-        raise CtlError(f"no loongd answers on {path}: {_reason(error)}", 3) from error
+        raise _silence(path, error) from error
     except (HTTPException, ValueError) as error:
         raise CtlError(f"what answers on {path} is not loongd: {error!r}", 3) from error
     finally:
@@ -118,7 +138,7 @@ def stream(path: str, method: str, url: str, body: Mapping[str, Any]) -> Iterato
             raise CtlError(_message(json.loads(response.read())) or f"HTTP {response.status}", 1)
         yield from response
     except OSError as error:
-        raise CtlError(f"no loongd answers on {path}: {_reason(error)}", 3) from error
+        raise _silence(path, error) from error
     except (HTTPException, ValueError) as error:
         raise CtlError(f"the answer of loongd on {path} broke off: {error!r}", 3) from error
     finally:
@@ -228,6 +248,8 @@ def run_config_check(args: argparse.Namespace) -> int:
     try:
         text = Path(path).read_text(encoding="utf-8") if is_there else ""
         file = config.parse_toml(text, file_name=path)
+        if found := config.problems(file, os.environ, file_name=path):
+            raise CtlError("\n".join(found), 1)
         settings = config.merge(file, os.environ, {}, file_name=path)
     except (OSError, UnicodeDecodeError) as error:
         raise CtlError(f"{path}: cannot be read: {_reason(error)}", 1) from error

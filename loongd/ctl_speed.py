@@ -69,9 +69,13 @@ def write_profile(profile: Json, path: str) -> None:
 
 def profile(answer: Json) -> str:
     """A profile as tables of its coefficients and their errors on the measured points."""
+    # imported late, as above
+    from loongd.profiling.facts import device_words  # noqa: PLC0415
+
     one = answer["profile"]
+    head = [f"{one['model']} on {device_words(one['device'])}", f"tp {one['tp']}", one["dtype"]]
     rows = [
-        f"{one['model']} on {one['device']}, tp {one['tp']}, {one['dtype']}"[:WIDTH],
+        fill(", ".join(filter(None, head)), WIDTH),
         "",
         "PREFILL  STEP       PER REQUEST  PER 1K TOKENS  PER (1K)^2  MEAN ERR  WORST",
     ]

@@ -42,6 +42,7 @@ from loongd.rest.auth import load_keys
 from loongd.sched.policies import make_policy
 from loongd.sched.policy import Limits
 from loongd.sched.scheduler import Scheduler
+from loongd.sched.words import plural
 from loongd.vigil import Vigil
 from loongd.wire import Start
 
@@ -279,8 +280,9 @@ class Daemon:
         wanted = self._config.max_model_len
         if wanted is not None and wanted > slots:
             _log.warning("max_model_len %d is more than the pool's %d slots", wanted, slots)
+        where = plural(self._num_instances, f"{self._device} instance")
         text = (
-            f"ready: {status['node']['model']} on {self._num_instances} {self._device} instances, "
+            f"ready: {status['node']['model']} on {where}, "
             f"{slots:,} KV slots, requests up to {manager.max_model_len:,} tokens"
         )
         _log.info("%s", text)

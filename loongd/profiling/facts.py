@@ -41,6 +41,11 @@ def device_key(device_name: str, *, num_cores: int, num_workers: int) -> str:
     return f"cpu {_processor()}, {share}"
 
 
+def device_words(key: str) -> str:
+    """The key for people; profiles are found by the key, which stays as files have it."""
+    return key.replace(", 1 cores ", ", 1 core ")
+
+
 def versions() -> dict[str, str]:
     """What else a step's duration depends on."""
     found = {"loongd": __version__, "torch": importlib.metadata.version("torch")}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loongd.config import Config
 from loongd.profiling import store
-from loongd.profiling.facts import device_key
+from loongd.profiling.facts import device_key, device_words
 from loongd.profiling.made import Subject
 from loongd.sched.sib import Sib
 from loongd.sched.sib_default import ModelFacts, default_profile
@@ -55,7 +55,8 @@ class Speed:
             return
         found = store.find(store.places(os.environ), shape=shape, device=self._device, tp=tp)
         if found is None:
-            _log.info("no profile of this model on %s: run loongctl profile", self._device)
+            where = device_words(self._device)
+            _log.info("no profile of this model on %s: run loongctl profile", where)
             self.sib.replace(self._roofline(self._device))
         else:
             path, profile = found

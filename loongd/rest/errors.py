@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from loongd.errors import RequestError
-from loongd.rest.context import log
+from loongd.rest.context import CONTEXT, REQUEST_ID, log
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -94,7 +94,7 @@ def from_http(error: web.HTTPException, request: web.Request) -> RequestError:
             allowed = ", ".join(sorted(error.allowed_methods))
             message = f"{request.path} does not take {request.method}, only {allowed}."
         case web.HTTPRequestEntityTooLarge():
-            message = f"The request body is too large: {error.text}."
+            message = f"The request body is too large: {(error.text or '').rstrip('.')}."
         case _:
             message = error.reason
     return RequestError(message, status=status)
@@ -106,14 +106,31 @@ async def errors_middleware(request: web.Request, handler: Handler) -> web.Strea
     try:
         return await handler(request)
     except RequestError as error:
-        log.debug("%s %s refused: %s", request.method, request.path, error.message)
-        return error_response(error)
+        return _refuse(request, error)
     except msgspec.DecodeError as error:
-        return error_response(from_validation(error))
+        return _refuse(request, from_validation(error))
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        response = error_response(from_http(error, request))
+        response = _refuse(request, from_http(error, request))
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
         return response
+
+
+def _refuse(request: web.Request, error: RequestError) -> web.Response:
+    """The error as a response, with a line in the log that tells it without the client's words."""
+    log.debug("%s %.200s refused: %s", request.method, request.path, error.message)
+    if request.app[CONTEXT].config.enable_log_requests:
+        log.info(
+            "%s %.200s refused with %d",
+            request.method,
+            request.path,
+            error.status,
+            extra={
+                "code": error.code,
+                "param": error.param,
+                "request_id": request[REQUEST_ID],
+            },
+        )
+    return error_response(error)

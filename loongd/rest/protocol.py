@@ -66,6 +66,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     allowed_token_ids: Any = None
     bad_words: Any = None
     custom_logit_processor: Any = None
+    detokenize: Any = None
     early_stopping: Any = None
     ebnf: Any = None
     guided_choice: Any = None
@@ -77,7 +78,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     length_penalty: Any = None
     logits_processors: Any = None
     lora_path: Any = None
+    max_new_tokens: Any = None
     min_new_tokens: Any = None
+    no_repeat_ngram_size: Any = None
     no_stop_trim: Any = None
     priority: Any = None
     prompt_logprobs: Any = None
@@ -90,6 +93,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     structural_tag: Any = None
     structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
+    typical_p: Any = None
     use_beam_search: Any = None
     vllm_xargs: Any = None
 
@@ -155,6 +159,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
 _OFF: tuple[Any, ...] = (*_EMPTY, 0)
+_ON: tuple[Any, ...] = (True,)
 _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "allowed_token_ids": _EMPTY,
@@ -163,6 +168,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "chat_template": _EMPTY,
         "continue_final_message": _OFF,
         "custom_logit_processor": _EMPTY,
+        "detokenize": _ON,
         "documents": _EMPTY,
         "early_stopping": _OFF,
         "ebnf": _EMPTY,
@@ -177,8 +183,10 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "length_penalty": (*_EMPTY, 1),
         "logits_processors": _EMPTY,
         "lora_path": _EMPTY,
+        "max_new_tokens": (),
         "min_new_tokens": _OFF,
         "modalities": (*_EMPTY, ["text"]),
+        "no_repeat_ngram_size": _OFF,
         "no_stop_trim": _OFF,
         "priority": _OFF,
         "prompt_embeds": _EMPTY,
@@ -196,13 +204,15 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "suffix": _EMPTY,
         "thinking_token_budget": _EMPTY,
         "truncate_prompt_tokens": _OFF,
+        "typical_p": (*_EMPTY, 1),
         "use_beam_search": _OFF,
         "verbosity": (*_EMPTY, "medium"),
         "vllm_xargs": _EMPTY,
         "web_search_options": (),
     }
 )
-"""Refused fields, each with the values that ask for nothing beside null and false."""
+"""Refused fields, each with the values that ask for nothing beside null and false (with
+`_ON`: null and true)."""
 
 
 def decode(data: bytes, body_type: type[Body]) -> Body:
@@ -218,9 +228,10 @@ def decode(data: bytes, body_type: type[Body]) -> Body:
     fields = body.__struct_fields__
     for name in fields:
         value = getattr(body, name)
-        if name not in _REFUSED or value is None or value is False:
+        if name not in _REFUSED or value is None or value is (_REFUSED[name] == _ON):
             continue
-        if value is True or value not in _REFUSED[name]:
+        # Beside its default no boolean is fine; 1 is, where `True == 1` must not count.
+        if isinstance(value, bool) or value not in _REFUSED[name]:
             fine = " or ".join(json.dumps(one) for one in _REFUSED[name] if one not in _OFF)
             raise RequestError(
                 f"{name} is not supported by loongd{f', except {fine}' if fine else ''}.",

@@ -7,14 +7,18 @@ message shapes. Does not know: tokens, HTTP, where templates come from.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loongd.errors import ModelError, RequestError
+
+_log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 
@@ -44,9 +48,13 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template is not valid Jinja: {error}") from error
+        # Whether a request with tools is still to be told of in the log.
+        self._drops_tools = "tools" not in names
         self._special_tokens = dict(special_tokens)
         self._takes_parts = self._renders_probe([{"type": "text", "text": _PROBE}])
         self._takes_strings = self._renders_probe(_PROBE) or not self._takes_parts
@@ -70,6 +78,11 @@ class ChatTemplate:
         Raises:
             RequestError: a message has the wrong shape, or the template refuses it.
         """
+        if tools and self._drops_tools:
+            self._drops_tools = False
+            _log.warning(
+                "requests give tools, but the chat template does not show them to the model"
+            )
         plain = [self._plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
         try:
             return self._render(plain, add_generation_prompt, tools, kwargs)

@@ -51,11 +51,12 @@ def make_pool(spec: ModelSpec, num_slots: int, dtype: torch.dtype, device: torch
             device=device,
         )
     except RuntimeError as error:
-        element = torch.empty(0, dtype=dtype).element_size()
-        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
+        error.__traceback__ = None  # it holds a part of the pool, which is to count as free
+        token_bytes = _token_bytes(spec, dtype)
+        most = max(_free_bytes(device), 0) // token_bytes
         raise WorkerError(
             f"a KV pool of {num_slots:,} tokens needs {num_slots * token_bytes / 2**30:,.1f} GiB, "
-            f"which {device_name(device)} cannot give; lower kv_pool_tokens"
+            f"which {device_name(device)} cannot give; lower kv_pool_tokens (at most {most:,} fit)"
         ) from error
 
 
@@ -107,8 +108,7 @@ def pool_tokens(
     dtype: torch.dtype,
 ) -> int:
     """How many slots this worker's memory allows. Raises WorkerError when none."""
-    element = torch.empty(0, dtype=dtype).element_size()
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
+    token_bytes = _token_bytes(spec, dtype)
     if step_bytes is None:
         allowed = int(_available_bytes() * _CPU_POOL_SHARE) // start.world_size
         tokens = min(_CPU_POOL_TOKENS, allowed // token_bytes)
@@ -169,6 +169,20 @@ def _peak_bytes(
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return peak, key_bytes
+
+
+def _token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """A token's K and V in all layers."""
+    element = torch.empty(0, dtype=dtype).element_size()
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What a pool could still take now, leaving on a GPU what is kept for others."""
+    if device.type != "cuda":
+        return _available_bytes()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached - _GPU_RESERVE_BYTES
 
 
 def _available_bytes() -> int:

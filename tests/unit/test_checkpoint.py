@@ -34,6 +34,16 @@ async def test_a_name_instead_of_a_path_is_told_that_nothing_is_downloaded() -> 
         await open_checkpoint(Config(model="some/name"), lambda *_: None)
 
 
+async def test_a_file_that_is_no_gguf_is_told_apart_from_one_that_is_missing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "README.md"
+    path.touch()
+    words = f"--model {path}: it is a file, but no .gguf file"
+    with pytest.raises(ModelError, match=re.escape(words)):
+        await open_checkpoint(Config(model=str(path)), lambda *_: None)
+
+
 def _write_gguf(path: Path) -> None:
     """The header of a small llama, and one tensor: no tokenizer, so that it cannot be converted."""
     writer = gguf.GGUFWriter(path, "llama")

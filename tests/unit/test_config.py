@@ -14,6 +14,7 @@ from loongd.config import (
     merge,
     parse_size,
     parse_toml,
+    problems,
 )
 from loongd.errors import ConfigError
 
@@ -147,10 +148,31 @@ def test_texts_become_the_type_of_the_field() -> None:
             "environment: unknown variable LOONGD_PROT (did you mean 'LOONGD_PORT'?)",
         ),
         ({"env": {"LOONGD_ZZZ": ""}}, "environment: unknown variable LOONGD_ZZZ"),
+        (
+            {"file": {"server": {"port": 1}}},
+            "etc/loongd.toml: [server]: no tables: keys go at the top level",
+        ),
+        (
+            {"file": {"model": {"path": "m"}}},
+            "etc/loongd.toml: [model]: no tables: keys go at the top level",
+        ),
     ],
 )
 def test_an_error_names_source_key_and_value(layers: dict[str, Any], message: str) -> None:
     assert complaint(**layers) == message
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    file = {"prot": 1, "port": 70_000, "seed": 5, "server": {"host": "x"}}
+    env = {"LOONGD_PORT": "x", "LOONGD_SEED": "6", "LOONGD_ZZZ": ""}
+    assert problems(file, env, file_name="f") == [
+        "f: unknown key 'prot' (did you mean 'port'?)",
+        "f: port = 70000: expected a whole number from 0 to 65535",
+        "f: [server]: no tables: keys go at the top level",
+        "environment LOONGD_PORT='x': expected a whole number from 0 to 65535",
+        "environment: unknown variable LOONGD_ZZZ",
+    ]
+    assert problems({"port": 1}, {"LOONGD_SEED": "6"}) == []
 
 
 def test_a_broken_lower_layer_is_not_hidden_by_a_higher_one() -> None:

@@ -77,6 +77,8 @@ def test_file_environment_and_flags_are_layers(tmp_path: Path) -> None:
         (["m", "--config", "/no/such"], "/no/such: no such file"),
         (["m", "--config", "/"], "/: cannot be read: Is a directory"),
         (["m", "-tp", "0"], "--tensor-parallel-size '0': expected a whole number of at least 1"),
+        (["serve", "m", "--port", "1"], 'there is no command "serve": loongd MODEL ...'),
+        (["serve"], 'there is no command "serve": loongd MODEL ...'),
     ],
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(
@@ -99,6 +101,29 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     err = capsys.readouterr().err
     assert err.startswith("loongd: error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "end"),
+    [
+        (["--modl", "x"], "--modl (did you mean '--model'? see loongd --help)\n"),
+        (["--max_model_len=5"], "=5 (did you mean '--max-model-len'? see loongd --help)\n"),
+        (["--zzzzz"], "--zzzzz (see loongd --help)\n"),
+        (["m", "--port"], "expected one argument (see loongd --help)\n"),
+    ],
+)
+def test_a_flag_that_is_nearly_right_is_suggested(
+    argv: list[str], end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert capsys.readouterr().err.endswith(end)
+
+
+def test_a_model_may_be_called_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve").mkdir()
+    assert load(["serve"], {}).model == "serve"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,6 +9,7 @@ from sched_kit import make_sib
 from loongd.errors import RequestError
 from loongd.manager import GlobalManager
 from loongd.metrics import Metrics
+from loongd.rest.errors import error_response
 from loongd.sched.policies import make_policy
 from loongd.sched.policy import Limits
 from loongd.sched.scheduler import Scheduler
@@ -47,6 +48,7 @@ async def test_a_step_that_ends_after_its_requests_were_given_up_is_no_error():
     manager.give_up()
     pool.reports.put_nowait(StepDone(0, step.step_id, 0.1, [Sampled("r", 7)]))
     await asyncio.wait_for(running, 5.0)
-    with pytest.raises(RequestError, match="shutting down"):
+    with pytest.raises(RequestError, match="shutting down") as caught:
         async for _ in stream:
             pass
+    assert error_response(caught.value).headers["Retry-After"] == "5"

@@ -74,6 +74,8 @@ async def test_a_body_that_is_too_large():
         response = await client.post(COMPLETIONS, json={"prompt": "x" * 1000})
         error = await error_of(response, 413)
     assert "1000" in error["message"]
+    assert error["message"].endswith("exceeded.")
+    assert ".." not in error["message"]
 
 
 async def test_another_model_is_not_found():
@@ -206,6 +208,42 @@ async def test_metrics_show_refusals():
     assert f'admission_rejections_total{label},reason="invalid_request"}} 2.0' in text
     assert f'admission_rejections_total{label},reason="not_ready"}} 1.0' in text
     assert f"requests_started_total{label}}} 4.0" in text
+
+
+async def test_what_is_refused_is_one_line_in_the_log(caplog):
+    """It tells all but the client's words and keys."""
+    caplog.set_level("INFO", logger="loongd.rest")
+    engine, headers = FakeEngine(), {"X-Request-Id": "mine", "Authorization": "Bearer guessed"}
+    config = {"api_key": ["the-key"]}
+    async with serve(engine, config=config) as client:
+        await client.post(COMPLETIONS, json={"prompt": "secret"}, headers=headers)
+        headers["Authorization"] = "Bearer the-key"
+        await client.post(COMPLETIONS, json={"prompt": "secret" * 40}, headers=headers)
+        await client.post(COMPLETIONS, json={"prompt": "secret", "n": "x"}, headers=headers)
+        await client.get("/nowhere?key=the-key", headers=headers)
+        engine.refuse = RequestError("Too many wait.", status=503, code="queue_full")
+        answer = await client.post(COMPLETIONS, json={"prompt": "secret"}, headers=headers)
+        engine.draining = True
+        assert (await client.get("/ready")).status == answer.status == 503
+    told = [(r.getMessage(), r.code, r.param, r.request_id) for r in caplog.records]
+    refused = f"POST {COMPLETIONS} refused with"
+    assert told == [
+        (f"{refused} 401", "invalid_api_key", None, "mine"),
+        (f"{refused} 400", "context_length_exceeded", "prompt", "mine"),
+        (f"{refused} 400", None, "n", "mine"),
+        ("GET /nowhere refused with 404", None, None, "mine"),
+        (f"{refused} 503", "queue_full", None, "mine"),
+    ]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    everything = "".join(str(vars(record)) for record in caplog.records)
+    assert not any(word in everything for word in ("secret", "the-key", "guessed"))
+
+
+async def test_who_wants_no_lines_of_requests_has_none_of_refused_ones(caplog):
+    caplog.set_level("INFO", logger="loongd.rest")
+    async with serve(FakeEngine(), config={"enable_log_requests": False}) as client:
+        assert (await client.get("/nowhere")).status == 404
+    assert caplog.records == []
 
 
 async def test_unknown_fields_are_named_in_the_log(caplog):

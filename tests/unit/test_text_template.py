@@ -87,6 +87,30 @@ def test_tools_json_dates_and_loop_controls() -> None:
     assert render(loop, user("x")) == "01"
 
 
+@pytest.mark.parametrize(
+    ("source", "is_told"),
+    [
+        (CHATML, True),
+        ("{% set tools = [] %}{{ tools }}{{ messages[0].content }}", True),
+        ("{% if tools is defined and tools %}{{ tools | tojson }}{% endif %}", False),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", False),
+        ("{% macro show() %}{{ tools }}{% endmacro %}{{ show() }}", False),
+    ],
+)
+def test_tools_that_a_template_does_not_read_are_told_once(
+    source: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    template.render([user("x")])
+    template.render([user("x")], tools=[])
+    assert caplog.records == []
+    for _ in range(2):
+        template.render([user("x")], tools=[{"name": "f"}])
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    words = "requests give tools, but the chat template does not show them to the model"
+    assert told == [("WARNING", words)] * is_told
+
+
 def test_tool_call_arguments_become_objects() -> None:
     source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.x }}{% endfor %}"
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 3}'}}
