@@ -188,10 +188,17 @@ def _cut(text: str, width: int) -> str:
 # ---- story ------------------------------------------------------------------------------------
 
 _BAR = 20
+_LEAST_IDLE_S = 0.05
+
+
+def _idle_s(entry: Json) -> float:
+    """Time between an entry's steps or after them, where it is worth a word."""
+    idle_s, steps_s = entry.get("idle_s") or 0.0, entry.get("duration_s") or 0.0
+    return float(idle_s) if idle_s > max(_LEAST_IDLE_S, 0.2 * steps_s) else 0.0
 
 
 def _entry_row(entry: Json, total_s: float) -> str:
-    end_s = entry["at_s"] + (entry.get("duration_s") or 0.0)
+    end_s = entry["at_s"] + (entry.get("duration_s") or 0.0) + _idle_s(entry)
     masters = numbers(entry["masters"]) if entry.get("masters") else ""
     group = numbers(entry["group"]) if entry.get("group") else ""
     cells = (
@@ -208,7 +215,8 @@ def _sentences(entry: Json, request_id: str) -> list[str]:
     if entry.get("num_chunks", 1) > 1:
         text = f"{entry['num_chunks']:,} chunks; the first: {text}"
     if entry.get("duration_s"):
-        text += f" [{seconds(entry['duration_s'])}]"
+        idle = f"; {seconds(_idle_s(entry))} without a step" if _idle_s(entry) else ""
+        text += f" [{seconds(entry['duration_s'])}{idle}]"
     if entry.get("kept"):
         kept = ", ".join(f"{count:,} on {one}" for one, count in entry["kept"].items())
         text += f" [tokens kept: {kept}]"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 from loongd.pool import WorkerLost
 from loongd.sched.predict import Prediction
 from loongd.sched.snapshot import GroupStatus, InstanceStatus, Snapshot
-from loongd.sched.story import Story, Wait
+from loongd.sched.story import Story, StoryEntry, Wait
 from loongd.wire import Ready
 
 _REFUSING: Mapping[str, str] = MappingProxyType(
@@ -171,7 +172,8 @@ def plan_json(
 
 def story_json(request_id: str, story: Story, now: float) -> dict[str, Any]:
     """A request's life; times in seconds since it arrived. It has lasted for `elapsed_s`: until
-    `now` when it is live."""
+    `now` when it is live. Of an entry's steps `idle_s` is the time up to the next entry in which
+    none of them ran."""
     entries = story.entries
     began_s = entries[0].at_s
     last = entries[-1]
@@ -201,7 +203,17 @@ def story_json(request_id: str, story: Story, now: float) -> dict[str, Any]:
                 "num_chunks": entry.num_chunks,
                 "num_tokens": entry.num_tokens,
                 "duration_s": round(entry.duration_s, 4),
+                "idle_s": round(idle_s, 4),
             }
-            for entry in entries
+            for entry, idle_s in zip(entries, _idle_s(entries), strict=True)
         ],
     }
+
+
+def _idle_s(entries: Sequence[StoryEntry]) -> list[float]:
+    """Of each entry; a step of the last one may run now."""
+    found = [
+        max(0.0, after.at_s - one.at_s - one.duration_s) if one.num_steps else 0.0
+        for one, after in pairwise(entries)
+    ]
+    return [*found, 0.0]

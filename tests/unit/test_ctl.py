@@ -476,6 +476,17 @@ cmpl-1  live  6,012 prompt + 0 generated tokens  12.5 s
     )
 
 
+@pytest.mark.parametrize(("idle_s", "is_told"), [(0.05, False), (0.4, False), (1.5, True)])
+def test_a_story_tells_of_time_without_a_step(idle_s: float, is_told: bool) -> None:
+    """... where it is more than a blink and a fifth of the steps' own."""
+    arrived, _, decode, finish = STORY["entries"]
+    slow = decode | {"at_s": 0.5, "duration_s": 2.0, "idle_s": idle_s}
+    lines = ctl_render.story(STORY | {"entries": [arrived, slow, finish]}).splitlines()
+    told = " ".join(" ".join(lines).split())
+    assert ("[2 s; 1.5 s without a step]" if is_told else "[2 s]") in told
+    assert [line.count("=") for line in lines if "=" in line] == [18 if is_told else 10]
+
+
 def test_a_live_story_lasts_until_now() -> None:
     tale = STORY | {"state": "live", "elapsed_s": 8.0, "waiting": None}
     head, *_, last, _ = ctl_render.story(tale).splitlines()

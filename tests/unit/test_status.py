@@ -4,6 +4,7 @@ from sched_kit import VirtualTime
 
 from loongd.pool import WorkerLost
 from loongd.sched.events import InstanceJoined, InstanceLost
+from loongd.sched.story import Story, StoryEntry
 from loongd.status import engine_status, story_json
 
 
@@ -80,3 +81,15 @@ def test_one_that_runs_has_lasted_until_now_and_one_that_has_ended_until_its_end
     assert (shown["state"], shown["waiting"]) == ("finished", None)
     assert shown["elapsed_s"] == round(world.now, 4) < 1.0
     assert engine_status(world.scheduler.snapshot(), {}, {})["queue"]["first"] is None
+
+
+def test_time_without_a_step_is_told_of_all_entries_but_the_last() -> None:
+    times = [("arrived", 10.0, 0.0, 0), ("prefill", 10.5, 1.0, 1), ("decode", 11.5, 0.4, 8)]
+    entries = tuple(
+        StoryEntry(at_s, event, "", num_steps=steps, duration_s=duration_s)
+        for event, at_s, duration_s, steps in times
+    )
+    live = story_json("a", Story(5, 8, entries), now=20.0)
+    assert [entry["idle_s"] for entry in live["entries"]] == [0.0, 0.0, 0.0]
+    ended = story_json("a", Story(5, 8, (*entries, StoryEntry(14.0, "finished", ""))), now=20.0)
+    assert [entry["idle_s"] for entry in ended["entries"]] == [0.0, 0.0, 2.1, 0.0]
