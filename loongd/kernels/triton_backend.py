@@ -79,15 +79,18 @@ class TritonBackend:
         shared: list[_Shared] = []
         for i, one in enumerate(spans.ranges):
             q0, q1, k0, k1 = one
+            if (q1 - q0) * group <= MAX_DECODE_ROWS:
+                few.append(one)
+                continue
             cut = None
-            if self._pieces is not None and (q1 - q0) * group > MAX_DECODE_ROWS:
-                in_run = partial(slots.is_run, i)
-                cut = self._pieces.cut(q1 - q0, k1 - k0, heads, in_run)
-            if cut is not None:
-                shared.append(_Shared(i, one, cut))
-                many.extend(shared[-1].rest())
+            if self._pieces is not None:
+                cut = self._pieces.cut(q1 - q0, k1 - k0, heads, partial(slots.is_run, i))
+            if cut is None:
+                many.append(one)
             else:
-                (few if (q1 - q0) * group <= MAX_DECODE_ROWS else many).append(one)
+                span = _Shared(i, one, cut)
+                shared.append(span)
+                many.extend(span.rest())
         for ranges in (few, many):
             if ranges:
                 pool = (k_SKH, v_SKH, slots.packed)
